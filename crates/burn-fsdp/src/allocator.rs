@@ -1,16 +1,16 @@
-//! A setting of the host's allocator that keeps freed memory in the process.
+//! An allocator setting that keeps freed memory in the process.
 //!
-//! On the CPU a step allocates and frees the same tensors as the previous step. glibc's allocator returns large ones to
-//! the system each time, and then every page of the next tensor causes a fault. That costs a tenth of a step or more.
+//! A training step on the CPU allocates and frees the same tensors as the step before. glibc returns large blocks to
+//! the system each time, so every page of the next tensor faults. That costs a tenth of a step or more.
 
-/// Asks the C library to keep the memory that this process frees, and to reuse it for later allocations. Returns true
-/// if it will, and false if it has no such setting; only glibc on Linux has one. Programs with their own allocator
-/// (`#[global_allocator]`) do not need it.
+/// Makes the C library keep freed memory and reuse it for later allocations. Returns true on success, and false if the
+/// library has no such setting: only glibc on Linux has one. Programs with their own allocator (`#[global_allocator]`)
+/// do not need it.
 ///
 /// Blocks above 64 MiB are still returned to the system if a thread other than the main one allocates them.
 ///
-/// Call it in programs that train on the CPU, before they allocate much, as the command does. The process then keeps
-/// its peak memory, and somewhat more because of the gaps between tensors.
+/// Call it at the start of a program that trains on the CPU, as the command does. The process then stays at its peak
+/// memory, plus some fragmentation between tensors.
 ///
 /// It changes nothing and returns false if the user has set `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
 /// `MALLOC_TOP_PAD_` or `GLIBC_TUNABLES`.

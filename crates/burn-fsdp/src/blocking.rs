@@ -36,14 +36,14 @@ impl<M> std::fmt::Debug for Resumed<M> {
     }
 }
 
-/// Saves a sharded model and its optimizer after `step` steps into a folder of steps, completely or not at all. Any
+/// Saves a sharded model and its optimizer after `step` steps to a checkpoint folder, completely or not at all. Any
 /// number of ranks can continue from it with [`resume`].
 ///
 /// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
-/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are stored once:
-/// call [`sync_buffers`](crate::state::sync_buffers) first, if the model has any.
+/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are saved from rank
+/// 0: to save their mean, call [`sync_buffers`](crate::state::sync_buffers) first.
 ///
-/// The model is divided along the mesh's only axis, or along its axis `shard`; for other axes use
+/// The model must be sharded along the mesh's only axis, or along an axis named `shard`; for other axes use
 /// [`snapshot`].
 ///
 /// ```
@@ -54,7 +54,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///     backward, fully_shard, launch, resume, save, Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy,
 /// };
 ///
-/// /// Trains until step `until`, from where an earlier run in this folder stopped.
+/// /// Trains to step `until`, resuming from an earlier run in this folder.
 /// fn train(folder: &std::path::Path, ranks: usize, until: u64) -> Vec<u64> {
 ///     let folder = folder.to_owned();
 ///     let done = launch(LaunchConfig::new(ranks), move |world| {
@@ -81,9 +81,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///
 /// # Errors
 ///
-/// All ranks return an error if any rank fails: a `step` that differs from rank 0's, a step of this number that
-/// already exists, errors of [`snapshot`] and [`save_step`](crate::internals::checkpoint::save_step). The folder then
-/// stays unchanged.
+/// Every rank returns an error if any rank fails: if `step` differs from rank 0's, if the folder already has this step,
+/// or with an error of [`snapshot`] or [`save_step`](crate::internals::checkpoint::save_step). The folder then stays
+/// unchanged.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
     step: u64,
@@ -112,12 +112,12 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Loads the newest step that [`save`] wrote to a folder, on any number of ranks, into a sharded model and its
-/// optimizer. Returns them unchanged if nothing in the folder has the name of a step.
+/// Loads the newest step that [`save`] wrote to a folder into a sharded model and its optimizer, on any number of
+/// ranks. Returns them unchanged if nothing in the folder is named like a step.
 ///
-/// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all read that one.
-/// Configure `optimizer` like the saved one. If nothing is saved yet, the function checks whether the optimizer's
-/// future state can be saved and restored.
+/// Collective: all ranks of `mesh` call it at the same point. Rank 0 finds the newest step, and all ranks load it.
+/// Configure `optimizer` like the saved one. If nothing is saved yet, this checks that the optimizer's future state can
+/// be saved and restored.
 ///
 /// # Errors
 ///
@@ -168,7 +168,7 @@ fn open(
     Ok(step)
 }
 
-/// Returns the axis of the shards.
+/// Returns the axis along which the model is sharded.
 fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     const USUAL: &str = "shard";
     match mesh.axes() {
@@ -187,7 +187,7 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     }
 }
 
-/// One rank's message about its next action.
+/// One rank's result of a save or a resume, for the other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 struct Word {
     step: u64,

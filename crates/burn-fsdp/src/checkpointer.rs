@@ -1,4 +1,4 @@
-//! Saving the steps of a training run while it continues.
+//! Saves a training run while it continues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// The pause before a failed last save is retried.
+/// Pause before retrying a failed last save.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
-/// The longest wait for the previous save, if [`Checkpointer::patience`] does not set another.
+/// Default of [`Checkpointer::patience`].
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One rank's handle for the saves of a training run, which are written while training continues.
+/// One rank's handle for saving a training run in the background.
 ///
 /// A save takes two calls. With [`offer`](Self::offer), the ranks agree on whether they are ready and have finite
-/// numbers, and the caller decides whether to save. [`begin`](Self::begin) starts saving the step. A failed save does
-/// not end the training; it is reported as one of the [`remarks`](Self::remarks). Only [`finish`](Self::finish) returns
-/// the failure of the last save.
+/// values. The caller then decides whether to save, and [`begin`](Self::begin) starts saving. A failed save does not
+/// end the training; it is reported as one of the [`remarks`](Self::remarks). Only [`finish`](Self::finish) returns the
+/// failure of the last save.
 ///
 /// To save in one call and wait for the disk, use [`save`](crate::save()).
 ///
@@ -83,7 +83,7 @@ pub struct Checkpointer {
     remarks: Vec<SaveRemark>,
 }
 
-/// A snapshot that all ranks have taken at the same point, and their agreement about it.
+/// A snapshot that all ranks took at the same point, with their agreement about saving it.
 #[derive(Debug)]
 #[must_use = "nothing is saved before `begin`"]
 pub struct Offered {
@@ -93,11 +93,11 @@ pub struct Offered {
     is_busy: bool,
 }
 
-/// A tensor of a snapshot with an element that is infinite or not a number.
+/// A tensor in a snapshot with a NaN or infinite element.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NotFiniteTensor {
-    /// Its name.
+    /// The tensor's name.
     pub tensor: String,
     /// The first rank that has such an element.
     pub rank: usize,
@@ -109,9 +109,9 @@ pub struct NotFiniteTensor {
 pub enum SaveRemark {
     /// A failed save. Earlier saves are unchanged.
     Failed(StepError),
-    /// Older steps that a save should have removed, but that still exist.
+    /// Older steps that a save should have removed but could not.
     NotRemoved(String),
-    /// A step that was skipped, because the previous save was not complete in time.
+    /// A step that was skipped because the previous save did not finish in time.
     LeftOut(u64),
 }
 
@@ -131,13 +131,13 @@ impl fmt::Display for SaveRemark {
 }
 
 impl Offered {
-    /// Returns the taken snapshot.
+    /// Returns the offered snapshot.
     pub fn taken(&self) -> &TrainingSnapshot {
         &self.taken
     }
 
-    /// Returns a request that saves the snapshot as the state after `step` steps. It keeps all steps and refuses to
-    /// replace one. Its fields change this.
+    /// Returns a request that saves the snapshot as the state after `step` steps. By default, it keeps all older steps
+    /// and does not replace an existing step; set its fields to change this.
     pub fn request(&self, step: u64) -> SaveRequest {
         let training = TrainingState {
             step,
@@ -147,16 +147,16 @@ impl Offered {
         SaveRequest::new(Arc::clone(&self.taken.plan), training)
     }
 
-    /// Returns a tensor that is not finite, which may make the save worthless. The result is the same on
-    /// every rank.
+    /// Returns a tensor that is not finite on some rank, if there is one. All ranks get the same result.
     pub fn not_finite(&self) -> Option<&NotFiniteTensor> {
         self.not_finite.as_ref()
     }
 }
 
 impl Checkpointer {
-    /// Saves into `checkpoints`. The ranks meet over a group [isolated](ProcessGroup::isolate) from `world`, so
-    /// a save that takes longer than `deadline` fails without affecting the training.
+    /// Creates a checkpointer that saves to `checkpoints`. The ranks meet over a group
+    /// [isolated](ProcessGroup::isolate) from `world`, so a save that takes longer than `deadline` fails without
+    /// affecting the training.
     ///
     /// Collective.
     ///
@@ -172,8 +172,8 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous survives a failure of
-    /// `world`, the current save is completed.
+    /// Creates a checkpointer that saves to `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous
+    /// survives a failure of `world`, the current save is completed.
     ///
     /// # Errors
     ///
@@ -203,7 +203,8 @@ impl Checkpointer {
         self
     }
 
-    /// Waits for the previous save for a limited time, and agrees with the other ranks on what can be saved.
+    /// Waits for the previous save for at most the [`patience`](Self::patience), and agrees with the other ranks on
+    /// what can be saved.
     ///
     /// Collective: all ranks offer snapshots that they have taken at the same point.
     ///
@@ -223,8 +224,8 @@ impl Checkpointer {
         })
     }
 
-    /// Begins to save an offered snapshot; training may continue meanwhile. If the previous save is not complete on
-    /// some rank, the step is skipped. If it is the last step, [`finish`](Self::finish) saves it.
+    /// Starts saving an offered snapshot; training may continue meanwhile. If the previous save is still running on
+    /// some rank, the step is skipped, or saved by [`finish`](Self::finish) if it is the last one.
     ///
     /// All ranks must begin with equal requests, or none may begin.
     ///
@@ -264,7 +265,7 @@ impl Checkpointer {
 
     /// Waits for all saves, and returns the failure of the last one, if it failed.
     ///
-    /// Not a collective of the training, because a disk may take a long time.
+    /// Not a collective of the training's group, because a disk may be slow.
     ///
     /// # Errors
     ///
@@ -313,12 +314,12 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Returns the newest step that is known to be saved.
+    /// Returns the newest step that this rank knows to be saved.
     pub fn newest(&self) -> Option<u64> {
         self.newest
     }
 
-    /// Takes the remarks since the last call. Every rank gets every failure.
+    /// Returns the remarks since the last call. Every rank gets every failure.
     pub fn remarks(&mut self) -> Vec<SaveRemark> {
         std::mem::take(&mut self.remarks)
     }
@@ -331,7 +332,7 @@ impl Checkpointer {
         }
     }
 
-    /// Notes the saved step, and returns the failure if nothing was saved.
+    /// Stores the number of the saved step, and returns the failure if nothing was saved.
     fn failure(&mut self, saved: Result<Option<Saved>, StepError>) -> Option<StepError> {
         let saved = match saved {
             Ok(saved) => saved?,
@@ -344,7 +345,7 @@ impl Checkpointer {
     }
 }
 
-/// Returns a tensor that is not finite on some rank, and whether any rank is busy.
+/// Agrees among all ranks on a tensor that is not finite, and on whether any rank is busy.
 fn agree(
     world: &ProcessGroup,
     own_not_finite: Option<&str>,

@@ -44,9 +44,9 @@ pub fn snapshot_compiled<B: Batch, O>(
 }
 
 /// Takes a snapshot of the tensors of a compiled step that `is_wanted` selects by path, and of the optimizer's state
-/// for them, for example of adapters without the frozen weights. [`restore_compiled_matching`] restores it. The form
-/// is that of [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except that a compiled step
-/// does not know the scale of adapters, which is neither saved nor compared.
+/// for them, for example of adapters without the frozen weights. [`restore_compiled_matching`] restores it. The form is
+/// the same as with [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching), except that it lacks the
+/// scale of adapters, which a compiled step does not have.
 ///
 /// `is_wanted` must select the same paths on all ranks. Otherwise like [`snapshot_compiled`].
 ///
@@ -135,7 +135,7 @@ fn kept_of(path: &str, counters: &[(String, Scalar)]) -> Kept {
     }
 }
 
-/// Describes a tensor of the optimizer's state by its whole shape and its layout; `data` is a part of it.
+/// Describes a tensor of the optimizer's state with its whole shape, its layout, and the type of `data`, a part of it.
 fn state_spec(
     path: &str,
     field: &str,
@@ -176,7 +176,7 @@ fn layout_of<B: Batch, O>(
     Ok(layout)
 }
 
-/// Returns the layout with which a tensor is listed, as in the eager engine: a tensor with one owner has one part.
+/// Returns a tensor's layout as a checkpoint lists it, as in the eager engine: a tensor with one owner has one part.
 fn listed(layout: Layout) -> Layout {
     Layout {
         owner: None,
@@ -274,11 +274,11 @@ pub fn restore_compiled_matching<B: Batch, O>(
 struct States {
     /// The states of trained parameters, in the parts that this rank holds.
     own: Vec<OptimizerState>,
-    /// The states of parameters that are frozen here, in flat shards.
+    /// The states of parameters that are frozen in this run, in flat shards.
     idle: Vec<IdleState>,
 }
 
-/// Returns the optimizer's states in a step on disk.
+/// Reads the optimizer's states from a step on disk.
 fn states_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     saved: &Step,
@@ -355,7 +355,7 @@ fn states_of<B: Batch, O>(
     })
 }
 
-/// Reads this rank's flat shard of a state on the first axis of a mesh.
+/// Reads this rank's shard of a state of a frozen parameter, flat along the first axis of a mesh.
 fn idle_tensor(
     saved: &Step,
     (entry, field): (&TensorEntry, &str),
@@ -382,7 +382,7 @@ fn lacks(path: &str, what: String) -> CheckpointError {
     ))
 }
 
-/// The region of a rank's part of a tensor, and its shape.
+/// This rank's region of a tensor, and its shape.
 struct Place {
     region: Region,
     shape: Vec<usize>,
@@ -420,8 +420,8 @@ impl Place {
 /// Copies the current parameters and buffers of a compiled step into a sharded model, to evaluate it or to continue
 /// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. In addition to the model,
-/// a rank holds at most as many new values as its part of the largest tensor.
+/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. A rank temporarily holds
+/// new values of at most the size of its part of the largest tensor.
 ///
 /// # Errors
 ///

@@ -33,7 +33,7 @@ pub struct DeviceName {
     number: Option<usize>,
 }
 
-/// The error of a device name.
+/// An invalid or unavailable device name.
 #[derive(Debug, Clone, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum DeviceNameError {
@@ -56,7 +56,7 @@ pub enum DeviceNameError {
         /// The backend.
         backend: &'static str,
     },
-    /// A number that no device has.
+    /// A device number that this machine does not have.
     #[error(
         "there is no {backend} device {number} for rank {rank_here} of this machine, which has {found} (counted from \
          0); give a device for several ranks to share, such as `{backend}:0`, or start fewer ranks"
@@ -64,7 +64,7 @@ pub enum DeviceNameError {
     Missing {
         /// The backend.
         backend: &'static str,
-        /// The number wanted.
+        /// The requested number.
         number: usize,
         /// The rank's number on its machine.
         rank_here: usize,
@@ -140,7 +140,7 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceName {
-    /// Returns true if this is the CPU backend, whose memory collectives read in place.
+    /// Returns true for the CPU backend, whose memory collectives read in place.
     pub fn is_host(&self) -> bool {
         self.backend == "flex"
     }
@@ -153,7 +153,7 @@ impl DeviceName {
     /// [`DeviceNameError::Missing`] if the machine does not have a device of that number.
     pub fn device(&self, rank_here: usize) -> Result<Device, DeviceNameError> {
         let found = self.devices();
-        // All ranks compute on the same CPU.
+        // All ranks share the CPU.
         let own = if self.is_host() { 0 } else { rank_here };
         let number = self.number.unwrap_or(own);
         found.get(number).cloned().ok_or(DeviceNameError::Missing {

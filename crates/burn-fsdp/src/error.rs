@@ -1,4 +1,4 @@
-//! The error of the whole library, and the error of saving and restoring.
+//! The library-wide error, and the error of saving and restoring.
 
 use burn::tensor::DType;
 use burn_fsdp_checkpoint::Error as StepError;
@@ -7,8 +7,9 @@ use thiserror::Error as ThisError;
 
 use crate::device_name::DeviceNameError;
 
-/// The error of the whole library. A function that returns it, such as the body of a [`launch`](crate::launch()), can
-/// use `?` on the errors of sharding, steps, collectives, meshes, checkpoints, compiled steps and launches.
+/// An error from any part of the library. A function that returns it, such as the body of a
+/// [`launch`](crate::launch()), can use `?` on the errors of sharding, steps, collectives, meshes, checkpoints,
+/// compiled steps and launches.
 ///
 /// The functions themselves return their own error types, which have more detail for a `match`.
 #[derive(Debug, ThisError)]
@@ -32,15 +33,15 @@ pub enum Error {
     /// The name of a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// Burn's training loop with processes as ranks, without support for sending step outputs.
+    /// Burn's training loop in several processes, which cannot send the step outputs to each other.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
          travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
     )]
     TrainingAmongProcesses {
-        /// The launcher that started them.
+        /// The launcher that started the processes.
         launcher: String,
-        /// Their number.
+        /// The number of processes.
         processes: usize,
     },
     /// A process that has set up a different training run, in Burn's training loop.
@@ -57,9 +58,9 @@ pub enum Error {
     /// A step's output that cannot be sent between processes.
     #[error("a step output does not match its `Portable` implementation: `{name}` {reason}")]
     Parcel {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
-        /// The problem with it.
+        /// Why it cannot be sent.
         reason: String,
     },
     /// Trained parameters that the policy ignores, in Burn's training loop.
@@ -68,7 +69,7 @@ pub enum Error {
          returns only one; remove it from `ShardPolicy::ignore`, or freeze it"
     )]
     IgnoredInTraining {
-        /// The parameter.
+        /// The parameter's path.
         path: String,
     },
     /// Adapters that sharding would attach, in Burn's training loop.
@@ -84,23 +85,23 @@ pub enum Error {
          inference"
     )]
     UntrackedInTraining,
-    /// A file of whole tensors in transit to or from a checkpoint of Burn's training loop.
+    /// A failed operation on a temporary file for a checkpoint of Burn's training loop.
     #[error(
         "cannot {operation} {}: {source}; with `FullySharded::scratch`, set another folder for temporary files as \
          large as the model and its optimizer state", path.display()
     )]
     Scratch {
-        /// The operation that was tried.
+        /// The failed operation.
         operation: &'static str,
         /// The file or folder.
         path: std::path::PathBuf,
-        /// The error of the operation.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A loader that did not return its items.
+    /// A data loader that failed.
     #[error("a loader of batches: {0}")]
     Loader(String),
-    /// A launch with ranks that could not be started, or with a rank that failed.
+    /// A launch in which a rank failed or could not be started.
     #[error(transparent)]
     Launch(Box<LaunchError>),
 }
@@ -145,13 +146,13 @@ impl From<LaunchError> for Error {
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// A step cannot be written or read, or does not fit the model.
+    /// A step that cannot be written or read, or that does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// A model that cannot be read or filled.
+    /// A model whose state cannot be read or replaced.
     #[error(transparent)]
     Engine(#[from] burn_fsdp_shard::Error),
-    /// A compiled step that cannot be read or filled.
+    /// A compiled step whose state cannot be read or replaced.
     #[error(transparent)]
     Compiled(Box<burn_fsdp_spmd::Error>),
     /// An optimizer state that cannot be split or reassembled.
@@ -169,9 +170,9 @@ pub enum CheckpointError {
     /// A failure of another rank; this rank has changed nothing on disk.
     #[error("rank {rank} failed: {reason}")]
     Peer {
-        /// The rank.
+        /// The failed rank.
         rank: usize,
-        /// The message of the rank.
+        /// The error message of that rank.
         reason: String,
     },
     /// Factors of an adapter that were trained with another alpha.
@@ -180,11 +181,11 @@ pub enum CheckpointError {
          which changes the model; give `ShardPolicy::lora` the alpha of the training"
     )]
     AdapterScale {
-        /// The factor.
+        /// The factor's path.
         path: String,
-        /// The scale of the step.
+        /// The scale in the step.
         saved: f64,
-        /// The scale of the model.
+        /// The scale in the model.
         got: f64,
     },
     /// A step with different values under two paths of a parameter that several fields share.
@@ -206,11 +207,11 @@ pub enum CheckpointError {
          `Device::configure` before the first tensor"
     )]
     StateType {
-        /// The parameter.
+        /// The parameter's path.
         path: String,
-        /// The state.
+        /// The field of the state.
         field: String,
-        /// Its type.
+        /// The type of the tensor in that field.
         dtype: DType,
         /// The type that it would have after restoring.
         back: DType,
@@ -218,9 +219,9 @@ pub enum CheckpointError {
     /// A tensor whose type checkpoints do not support.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
-        /// Its type.
+        /// The type of the tensor.
         dtype: DType,
     },
 }

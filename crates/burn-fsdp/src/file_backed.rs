@@ -25,10 +25,10 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
 /// bit-identical to the plain optimizer's.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is
-/// rejected. The files of a killed run are removed; a folder with any other file is rejected, and left unchanged. A
-/// step fails if a file has changed by even one bit since it was written. [`snapshot`](Self::snapshot) and
-/// [`restore_step`](Self::restore_step) are for [checkpoints](crate::checkpoint).
+/// The files are removed when this is dropped. A folder that another run uses is rejected. The files of a killed run
+/// are removed; a folder with any other file is rejected, and left unchanged. A step fails if a file has changed by
+/// even one bit since it was written. [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step) are for
+/// [checkpoints](crate::checkpoint).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
@@ -43,10 +43,10 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// # }
 /// ```
 pub struct FileBackedOptimizer {
-    /// Without any state.
+    /// The configuration, without any state.
     optimizer: ModuleOptimizer,
     folder: Arc<Folder>,
-    /// The files of the units that have state, by unit.
+    /// The state files, by unit path.
     files: BTreeMap<String, StateFile>,
 }
 
@@ -82,13 +82,13 @@ impl std::fmt::Debug for FileBackedOptimizer {
 }
 
 impl FileBackedOptimizer {
-    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. Existing state of the optimizer is
-    /// dropped.
+    /// Creates an optimizer that keeps its state in a subfolder of `folder` for rank `rank`. Existing state of
+    /// `optimizer` is dropped.
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerState`] if the subfolder cannot be created, is a link, is used by another run, or contains
-    /// anything except state that a run has left.
+    /// anything except state that an earlier run left.
     pub fn new(
         optimizer: ModuleOptimizer,
         folder: impl AsRef<Path>,
@@ -108,8 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files of rank `rank` that a killed run left in `folder`, like [`new`](Self::new), but without
-    /// creating any.
+    /// Removes the files of rank `rank` that a killed run left in `folder`, with the same checks as [`new`](Self::new),
+    /// but without creating any.
     ///
     /// # Errors
     ///
@@ -120,7 +120,7 @@ impl FileBackedOptimizer {
             return Ok(());
         }
         let _lock = take(&folder)?;
-        // Other runs create the folder again.
+        // Later runs create the folder again.
         let _ = fs::remove_dir(&folder);
         Ok(())
     }
@@ -132,8 +132,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or written. By
-    /// then, only some units have been updated: continue from a checkpoint.
+    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or written. After
+    /// a file error, only some units are updated: continue from a checkpoint.
     pub fn step<M: Module>(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -195,8 +195,7 @@ impl FileBackedOptimizer {
         }
     }
 
-    /// Returns the state of each unit under a second name of its file, which stays unchanged while steps
-    /// continue.
+    /// Returns each unit's state under a second file name, which later steps leave unchanged.
     pub(crate) fn kept(&self) -> Result<Vec<KeptFile>, Error> {
         let files = self.files.iter();
         files
@@ -238,7 +237,7 @@ impl FileBackedOptimizer {
 }
 
 impl StateFile {
-    /// Returns the state, if the file is unchanged since it was written.
+    /// Reads the state, if the file is unchanged since it was written.
     fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
         if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
@@ -247,8 +246,8 @@ impl StateFile {
         OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 
-    /// Returns the file under a second name, if it is unchanged since it was written. A step replaces it with another
-    /// file, and leaves this one unchanged.
+    /// Links or copies the file to a second name, if it is unchanged since it was written. Later steps replace only the
+    /// original.
     fn kept(&self, unit: &str, folder: &Arc<Folder>) -> Result<KeptFile, Error> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -271,7 +270,7 @@ impl StateFile {
     }
 }
 
-/// A state file under a second name, which is removed with this value. Until then, the folder exists and stays locked.
+/// A state file under a second name, which is removed on drop. Until then, the folder exists and stays locked.
 #[derive(Debug)]
 pub(crate) struct KeptFile {
     pub(crate) path: PathBuf,
@@ -310,8 +309,8 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}"))
 }
 
-/// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so a
-/// process that gets it knows that the run is dead. On file systems without locks, only an empty folder is accepted.
+/// Locks the folder of a rank, and removes the state that an earlier run left there. A process releases its lock when
+/// it ends, so a free lock means that the run is dead. On file systems without locks, only an empty folder is accepted.
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
@@ -361,7 +360,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     Ok(lock)
 }
 
-/// Returns true for the names of files that a step writes, and of files that Burn has not renamed yet.
+/// Returns true for the name of a state file, or of one that Burn has not renamed yet.
 fn is_state(name: &str) -> bool {
     let Some((number, rest)) = name.split_once('-') else {
         return false;
@@ -403,7 +402,7 @@ impl ModuleVisitor for NotEmpty {
     }
 }
 
-/// Time to wait for a lock: a killed run has ended by then.
+/// Time to wait for a lock; a killed run releases it sooner.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Time between two attempts to take the lock.

@@ -1,4 +1,4 @@
-//! Steps of training runs whose optimizer has its state in files.
+//! Checkpoints of training runs whose optimizer state is in files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

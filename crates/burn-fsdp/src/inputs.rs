@@ -4,9 +4,9 @@ use burn::module::Module;
 use burn_fsdp_shard::{Error, input_type};
 use burn_fsdp_spmd::{Batch, cast_floats};
 
-/// Returns `input` with its float tensors in the type in which the sharded `module` computes: the type of its first
-/// sharded parameter. Integers and booleans stay unchanged. Burn has no hooks before a module's forward, so programs
-/// cast a module's inputs with this function.
+/// Casts the float tensors of `input` to the compute type of the sharded `module`: the type of its first sharded
+/// parameter. Integers and booleans stay unchanged. Burn has no hooks before a module's forward, so programs cast a
+/// module's inputs with this function.
 ///
 /// `input` is a tensor or any nesting of tensors: tuples, arrays, vectors, options, maps, and structs that implement
 /// [`Batch`](crate::compile::Batch). Cast the output of a module with Burn's `cast`, to the type that the loss needs.
@@ -30,7 +30,7 @@ use burn_fsdp_spmd::{Batch, cast_floats};
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`].
+/// [`Error::NotSharded`] if `module` is not sharded.
 pub fn cast_input<M: Module, B: Batch>(module: &M, input: B) -> Result<B, Error> {
     Ok(cast_floats(input, input_type(module)?))
 }

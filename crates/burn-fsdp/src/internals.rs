@@ -1,15 +1,15 @@
-//! The insides of the compiler, of plans, collectives and checkpoints, rare parts of the other modules, and aids for
-//! tests.
+//! Internals of the compiler, plans, collectives and checkpoints, rarely used parts of the other modules, and test
+//! tools.
 //!
-//! **This module has no promise of stability: any release may change or remove anything in it.** The command, the
-//! benchmarks and the tests of this repository use it. An ordinary program does not need it. It also has the types that
-//! public functions take or return and that programs seldom name.
+//! **This module has no stability guarantee: any release may change or remove anything in it.** The command, the
+//! benchmarks and the tests of this repository use it. An ordinary program does not need it. It also has types that
+//! public functions accept or return but that programs seldom name.
 //!
-//! The modules have the names of the stable ones, of which they contain the rest. In addition, there are
-//! [`collectives`], [`mesh`] and [`testing`].
+//! Most modules complete the stable module of the same name. [`collectives`], [`mesh`], [`device`] and [`testing`]
+//! exist only here.
 
-/// Rare parts of a [`ShardPolicy`](crate::ShardPolicy), sharding of values that each rank reads, the wrapper that is
-/// module and policy in one, and the error of the eager engine.
+/// Rarely used parts of a [`ShardPolicy`](crate::ShardPolicy), sharding of values that each rank reads, a wrapper that
+/// holds a module and its policy, and the error of the eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
@@ -17,7 +17,7 @@ pub mod sharding {
     };
 }
 
-/// The contents of reports, and further reports.
+/// The types in reports, and more reports.
 pub mod inspect {
     pub use burn_fsdp_shard::{
         LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
@@ -26,7 +26,7 @@ pub mod inspect {
     };
 }
 
-/// The tensors that a module's state consists of, and conversions from and to plain modules and optimizers.
+/// The tensors of a module's state, and conversions from and to plain modules and optimizers.
 pub mod state {
     pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
@@ -44,7 +44,7 @@ pub mod optim {
     };
 }
 
-/// The format of steps, their plans, storage, commit and consolidation; snapshots of some tensors.
+/// The format of steps, plans for writing and reading them, storage, commit and consolidation, and partial snapshots.
 pub mod checkpoint {
     pub use crate::blocking::Resumed;
     pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
@@ -65,7 +65,7 @@ pub mod checkpoint {
     };
 }
 
-/// The stages of the compiler, its graph and passes, operations that are not Burn's, and certificates.
+/// The stages of the compiler, its graph and passes, custom operations, and certificates.
 pub mod compile {
     pub use crate::compiled::{restore_compiled_matching, snapshot_compiled_matching};
     pub use burn_fsdp_spmd::{
@@ -106,19 +106,19 @@ pub mod mesh {
     };
 }
 
-/// Outputs of steps in Burn's own loop, as they travel between processes.
+/// Step outputs in Burn's own loop, as sent between processes.
 #[cfg(feature = "train")]
 pub mod train {
     pub use crate::train::portable::{Parcel, Portable};
 }
 
-/// The error of a device's name.
+/// The error of device names.
 pub mod device {
     pub use crate::device_name::DeviceNameError;
 }
 
-/// The tools for tests of trainings: faults at chosen places, and counters of operations.
-/// [`ProcessGroup::fake`](crate::ProcessGroup::fake) makes groups of ranks that do not exist.
+/// Test tools: injected faults and operation counters. [`ProcessGroup::fake`](crate::ProcessGroup::fake) creates groups
+/// whose other ranks do not exist.
 pub mod testing {
     pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
 }

@@ -46,18 +46,18 @@
 //!
 //! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
 //! [`Mesh`]), sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`],
-//! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`], [`resume`], [`Checkpointer`]), and one
+//! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), checkpoints ([`save`], [`resume`], [`Checkpointer`]), and one
 //! [`Error`] for all of it. Everything else is in a module:
 //!
-//! - [`sharding`]: the cuts between shards, and evaluation with different routes.
+//! - [`sharding`]: where shards may begin, and evaluation in which ranks take different routes.
 //! - [`inspect`]: reports on units, memory and communication.
-//! - [`state`]: whole parameters, records, running states, and the agreement of ranks.
-//! - [`optim`]: optimizers of sharded modules, and the check whether one may work on shards.
-//! - [`checkpoint`]: the steps on disk, snapshots and restoring.
+//! - [`state`]: whole parameters, records, running states, and checks that ranks agree.
+//! - [`optim`]: optimizers of sharded modules, and a check that an optimizer can work on shards.
+//! - [`checkpoint`]: steps on disk, snapshots and restoring.
 //! - [`compile`]: a whole train step as one graph, which uses the same checkpoints.
-//! - [`plan`]: the memory of a compiled step, before it runs.
+//! - [`plan`]: a compiled step's memory, planned before it runs.
 //! - [`train`]: Burn's own training loop, `SupervisedTraining`, over sharded modules (feature `train`).
-//! - [`allocator`]: keeps memory that tensors free on the host.
+//! - [`allocator`]: keeps freed host memory for reuse.
 //!
 //! [`internals`] is not part of the stable interface.
 
@@ -102,7 +102,7 @@ pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
-/// The cuts between the shards of a [`ShardPolicy`], and evaluation in which ranks take different routes.
+/// Where the shards of a [`ShardPolicy`] may begin, and evaluation in which ranks take different routes.
 pub mod sharding {
     pub use burn_fsdp_shard::{Cut, evaluate};
 }
@@ -120,14 +120,14 @@ pub mod state {
     };
 }
 
-/// Optimizers of sharded modules: the check whether one may work on shards, states in files and in fewer bits, and the
-/// norms by which [`Clip`] clips.
+/// Optimizers of sharded modules: a check that an optimizer can work on shards, state in files or in fewer bits, and
+/// the norms for [`Clip`].
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{LowBitOptimizer, Norm, StateFormat, check_elementwise};
 }
 
-/// The steps on disk, snapshots of sharded models, and restoring.
+/// Steps on disk, snapshots of sharded models, and restoring.
 ///
 /// [`save`](save()), [`resume`] and [`Checkpointer`] are enough for most programs.
 pub mod checkpoint {
@@ -136,7 +136,7 @@ pub mod checkpoint {
     pub use burn_fsdp_checkpoint::Checkpoints;
 }
 
-/// The compiler of a whole train step to one graph, and conversions from and to sharded modules.
+/// Compiles a whole train step into one graph, and converts state from and to sharded modules.
 pub mod compile {
     pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_spmd::passes::schedule::Options;
@@ -146,7 +146,7 @@ pub mod compile {
     };
 }
 
-/// The memory of a compiled step, before it runs.
+/// The memory of a compiled step, planned before it runs.
 pub mod plan {
     pub use burn_fsdp_plan::MemoryPlan;
 }

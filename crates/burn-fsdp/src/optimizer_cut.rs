@@ -98,7 +98,7 @@ pub(crate) fn cut_optimizer<M: Module>(
         for (field, number) in kept.scalars {
             scalars.insert(format!("{id}.{field}"), number.into());
         }
-        // Without a path Burn would find the optimizer of no group, for all following steps.
+        // Without a path, Burn would match the parameter to no group in all later steps.
         let group = kept.group_path.unwrap_or_else(|| path.clone());
         paths.insert(id.to_string(), group);
     }

@@ -34,7 +34,7 @@ pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointEr
     owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
 }
 
-/// Returns the non-tensor values in the optimizer state of a saved step, by path of the parameter.
+/// Returns the non-tensor values in the optimizer state of a saved step, by parameter path.
 pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
     match &step.index().training.optimizer {
         Value::Null => Ok(BTreeMap::new()),
@@ -139,7 +139,7 @@ impl OptimizerParts {
     }
 }
 
-/// Returns a tensor of a record in the form of `tensor`, which `read` reads on demand.
+/// Returns a tensor like `tensor`, whose bytes `read` provides on demand.
 pub(crate) fn deferred(
     tensor: &PackedTensor,
     read: impl Fn() -> Result<Bytes, PackError> + Send + Sync + 'static,
@@ -235,7 +235,7 @@ pub(crate) fn check_taken(
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
     let differing: Vec<_> = names.symmetric_difference(&taken).collect();
-    // Every optimizer's state has the number of dims, so it does not identify one.
+    // Every optimizer stores the number of dims, so a difference in another field is more helpful in the message.
     let telling = differing.iter().find(|name| field_of(name) != RANK_KEY);
     match telling.or(differing.first()) {
         None => Ok(()),
@@ -262,7 +262,7 @@ fn is_of_probe(name: &str) -> bool {
         .is_ok_and(|id| is_probe(ParamId::from(id)))
 }
 
-/// Returns a name without the parameter id that it begins with.
+/// Removes the parameter id at the start of a name.
 pub(crate) fn field_of(name: &str) -> &str {
     name.split_once('.').map_or(name, |(_, field)| field)
 }

@@ -1,4 +1,4 @@
-//! An optimizer's state for each parameter of a sharded model, known to all ranks.
+//! An optimizer's state for each parameter of a sharded model, on all ranks.
 
 use std::collections::BTreeMap;
 
@@ -47,11 +47,11 @@ impl StateTensor {
 /// The ranks that hold a parameter and its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders {
-    /// All ranks, each with a part: a state has an element for each of the parameter's elements.
+    /// Every rank holds a part, so a state has an element for each of the parameter's elements.
     Parts,
-    /// All ranks, each with all of it: a state has any shape.
+    /// Every rank holds the whole parameter, so a state may have any shape.
     All,
-    /// The rank with this number on the shard axis, with all of it.
+    /// The rank with this number on the shard axis holds the whole parameter.
     Owner(usize),
 }
 
@@ -204,7 +204,7 @@ fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, Chec
 
 /// Returns the non-tensor values that an optimizer keeps for a parameter.
 pub(crate) fn kept_of(parts: &OptimizerParts, id: u64) -> Kept {
-    // Each reader sets the number of dims in which it shows a tensor.
+    // The number of dims depends on the reader, which sets it.
     let scalars = parts.scalars_of(id).filter(|(field, _)| field != RANK_KEY);
     Kept {
         scalars: scalars

@@ -21,11 +21,13 @@ use crate::optimizer_record::{
 use crate::optimizer_state::{Holders, StateTensor, kept_of, not_elementwise, states, tensors_of};
 use crate::piecewise::taken_in_pieces;
 
-/// Returns, on the ranks that `keep` it, the optimizer of a sharded model with whole states. It belongs to the plain
-/// copy of the model that [`unsharded`](crate::internals::state::unsharded) returns. Its ids are the copy's, so
-/// training can continue with the copy, and its record equals that of a training run without shards. The copy has no
-/// autodiff until `train` is called on it. The other ranks send their parts, and hold one whole state at a time in
-/// addition to their own copy. Groups of the optimizer that select by id use the ids of the sharded model.
+/// Gathers the whole optimizer state of a sharded model. Ranks that `keep` it get an optimizer for the plain copy of
+/// the model that [`unsharded`](crate::internals::state::unsharded) returns, with the copy's ids; the others get
+/// `None`. Training can continue with the copy, after `train` is called on it to add autodiff. The optimizer's record
+/// equals the record of a training run without shards. Groups that select parameters by id use the ids of the sharded
+/// model.
+///
+/// Ranks that do not `keep` the state hold one whole tensor at a time, in addition to their own state.
 ///
 /// Collective over all ranks of the model, between steps: one all-gather for each state of a sharded parameter. The
 /// optimizers of all ranks must have taken the same steps.
@@ -169,9 +171,8 @@ impl Whole {
     }
 }
 
-/// Returns the optimizer of a sharded model, with this rank's part of the states in `whole`, and with its
-/// configuration. `whole` is the optimizer of the model before it was sharded, or of a plain copy, as
-/// [`unsharded_optimizer`] returns it.
+/// Returns an optimizer configured like `whole`, with this rank's part of its states, for a sharded model. `whole` is
+/// the optimizer of the model before it was sharded, or of a plain copy, as [`unsharded_optimizer`] returns it.
 ///
 /// Not collective: every rank that holds parameters holds the whole states at the same time. For states that do not
 /// fit on a rank, use [steps](crate::checkpoint).

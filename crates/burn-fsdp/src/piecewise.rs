@@ -40,7 +40,7 @@ fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
     ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
 }
 
-/// Splits the record of an optimizer as [`OptimizerParts::take`] does, some of the parameters `ids` at a time. Memory
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, a few of the parameters `ids` at a time. Memory
 /// holds the whole record, and a second copy of one piece.
 pub(crate) fn taken_in_pieces(
     optimizer: &ModuleOptimizer,
@@ -57,8 +57,8 @@ pub(crate) fn taken_in_pieces(
     Ok(parts)
 }
 
-/// Splits the record of an optimizer as [`OptimizerParts::take`] does, with tensors of the parameters `ids` that are
-/// read on demand.
+/// Splits the record of an optimizer as [`OptimizerParts::take`] does, but reads the tensors of the parameters `ids`
+/// only on demand.
 #[cfg(feature = "train")]
 pub(crate) fn lazily_taken(
     optimizer: &ModuleOptimizer,
@@ -79,7 +79,7 @@ pub(crate) fn lazily_taken(
     Ok(parts)
 }
 
-/// Returns a tensor of the state of the parameter `id` that is read on demand.
+/// Returns a state tensor of the parameter `id`, read on demand.
 #[cfg(feature = "train")]
 fn lazy(optimizer: &Arc<ModuleOptimizer>, id: u64, tensor: &PackedTensor) -> PackedTensor {
     let (optimizer, name) = (optimizer.clone(), tensor.name.clone());

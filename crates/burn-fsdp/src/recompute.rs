@@ -4,8 +4,8 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use burn_fsdp_spmd::trace::{is_traced, traced_region};
 
-/// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the activations of
-/// the region for the price of a second forward.
+/// Runs `forward(module, input)`, and keeps only `input` for backward, which recomputes the rest. This saves the
+/// activations of the region at the cost of a second forward.
 ///
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
 /// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
@@ -15,8 +15,8 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 /// statistics, such as BatchNorm's, are updated once. Outside of training, or inside another region, `forward` is
 /// simply called. All ranks must call it in the same way.
 ///
-/// In the loss of a compiled step the region is a part of the graph. Backward recomputes everything in it except random
-/// numbers, which are kept, and values read outside. Captured tensors have their gradients.
+/// In the loss of a compiled step, the region is a part of the graph. Backward recomputes everything in it except
+/// random numbers, which are kept, and values read outside. Captured tensors get their gradients.
 ///
 /// In the eager engine dropout draws the same numbers twice if each rank is a process. A region draws a seed from
 /// Burn's generator and seeds the generator with it, in forward and again in backward. After backward, it gives the
@@ -24,7 +24,7 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 ///
 /// # Errors
 ///
-/// As in a forward and a backward, where errors unwind: see [`catch`](crate::catch).
+/// Errors unwind, as in forward and backward: see [`catch`](crate::catch).
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};

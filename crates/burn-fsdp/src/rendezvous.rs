@@ -1,4 +1,4 @@
-//! The meetings of the ranks of a training run, to save and to exchange information.
+//! Communication between the ranks of a training run, to save and to exchange information.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;
@@ -7,15 +7,15 @@ use serde::de::DeserializeOwned;
 
 use crate::error::CheckpointError;
 
-/// The ranks of a save, meeting over their own process group.
+/// A rendezvous of the ranks of a save, over a process group.
 ///
-/// For saves in the background, [`split`](ProcessGroup::split) the group off: its operations must not mix
-/// with the training's.
+/// For background saves, create the group with [`split`](ProcessGroup::split): its operations must not mix with the
+/// training's.
 #[derive(Debug)]
 pub struct GroupRendezvous(ProcessGroup);
 
 impl GroupRendezvous {
-    /// Meets over `group`.
+    /// Creates a rendezvous over `group`.
     pub fn new(group: ProcessGroup) -> Self {
         Self(group)
     }

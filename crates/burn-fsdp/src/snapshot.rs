@@ -32,7 +32,7 @@ pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 pub struct TrainingSnapshot {
     /// The plan of which rank writes what; the same on every rank.
     pub plan: Arc<WritePlan>,
-    /// The bytes. The model's bytes are shared, not copied: training may continue.
+    /// The bytes of this rank's tensors. The model's bytes are shared, not copied: training may continue.
     pub snapshot: Snapshot,
     /// The non-tensor values of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).
@@ -42,10 +42,10 @@ pub struct TrainingSnapshot {
 /// Takes a snapshot of a sharded model and its optimizer. `mesh` contains all ranks that save, and `axis` is the axis
 /// over which the model is sharded.
 ///
-/// All ranks must take their snapshots at the same point. If the policy gives parameters to [one
+/// All ranks must take their snapshots at the same point. If the policy assigns parameters to [one
 /// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the others their optimizers' state without
-/// elements; otherwise nothing is communicated. Running states, and all other values of which each rank has its own
-/// (integers, ignored parameters), are stored once, from rank 0. To store the mean of running states, call
+/// elements; otherwise nothing is communicated. Running states and other values that differ between ranks (integers,
+/// ignored parameters) are saved from rank 0. To save the mean of running states, call
 /// [`sync_buffers`](crate::state::sync_buffers) first.
 ///
 /// The first call also checks whether `optimizer` may work on shards, as
@@ -98,7 +98,7 @@ pub(crate) struct States {
     pub(crate) are_in: Store,
 }
 
-/// The storage of the states' elements until they are written to a step.
+/// Storage of the states' elements until they are written to a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Memory,
@@ -182,7 +182,7 @@ impl AsRef<[u8]> for Elements<TensorData> {
     }
 }
 
-/// The tensors of a snapshot, on all ranks and on this one.
+/// Collects a snapshot: the description of all ranks' tensors, and this rank's elements.
 struct Tensors<'a> {
     place: Ranks<'a>,
     are_in: Store,
@@ -291,7 +291,7 @@ impl Ranks<'_> {
         })
     }
 
-    /// Returns the layout of a tensor in the snapshot, which is its parameter's. A tensor with one owner has one part.
+    /// Returns the layout of a parameter, and of its state, in the snapshot. A tensor with one owner has one part.
     fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));

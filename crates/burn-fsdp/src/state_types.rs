@@ -1,4 +1,4 @@
-//! A check of the types of an optimizer's state, before a training run that could not be resumed.
+//! A check, before training, that an optimizer's state can be restored in the same types.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

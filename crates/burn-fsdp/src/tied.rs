@@ -25,9 +25,9 @@ pub(crate) fn with_paths<S: AsRef<str>>(spec: TensorSpec, tied: &[S]) -> TensorS
 pub(crate) struct Names(Vec<String>);
 
 impl Names {
-    /// Finds the names under which `step` has the parameter with the path `path` and the other paths `tied`. If it has
-    /// none of them, it may list one of them among the other paths of a parameter, whose name is then the result.
-    /// Otherwise the name is the path, which the step lacks.
+    /// Finds the names under which `step` has the parameter with the path `path` and the other paths `tied`. If the
+    /// step has none of them, but lists one as another path of a parameter, the result is that parameter's name.
+    /// Otherwise it is `path`, which the step lacks.
     pub(crate) fn of<S: AsRef<str>>(step: &Step, path: &str, tied: &[S]) -> Self {
         let own: Vec<_> = std::iter::once(path)
             .chain(tied.iter().map(AsRef::as_ref))

@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::error::{InputError, RankError};
 use crate::random::mixed;
 
-/// Name of the section of a saved step.
+/// Name of the adapters' section in a saved step.
 const SECTION: &str = "adapters";
 
 /// The rank and alpha of adapters.
@@ -28,7 +28,7 @@ pub(crate) struct AdapterSizes {
     pub(crate) alpha: f64,
 }
 
-/// The adapters of a step, and the frozen weights that they belong to.
+/// The adapters of a step, and a checksum of the frozen weights that they belong to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Adapters {
     #[serde(flatten)]
@@ -57,7 +57,7 @@ impl AdapterSizes {
     }
 }
 
-/// Returns the path of each adapted matrix, with the sum of its two sizes.
+/// Returns the path of each adapted matrix, with the sum of its two dims.
 fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
     let blocks = A::BLOCKS.trim_end_matches('*');
     let table = model.parameters().into_iter();
@@ -70,14 +70,14 @@ pub(crate) fn is_factor(path: &str) -> bool {
     path.contains(".lora.")
 }
 
-/// Returns a predicate on paths that tells whether a tensor is saved. With adapters, only their factors are saved.
+/// Returns a predicate that is true for the paths of saved tensors. With adapters, only their factors are saved.
 pub(crate) fn is_saved(adapters: Option<&Adapters>) -> impl Fn(&str) -> bool + use<> {
     let saves_all = adapters.is_none();
     move |path| saves_all || is_factor(path)
 }
 
 impl Adapters {
-    /// Describes the adapters of a sharded model that has its frozen weights. Collective.
+    /// Describes the adapters of a sharded model whose frozen weights are loaded. Collective.
     pub(crate) fn of<M: Module>(
         sizes: AdapterSizes,
         model: &M,
@@ -87,7 +87,7 @@ impl Adapters {
         Ok(Self { sizes, base })
     }
 
-    /// Describes the adapters of a compiled step that has its frozen weights. Collective.
+    /// Describes the adapters of a compiled step whose frozen weights are loaded. Collective.
     pub(crate) fn of_compiled<B: Batch, O>(
         sizes: AdapterSizes,
         step: &mut CompiledStep<B, Flex, O>,
@@ -103,7 +103,7 @@ impl Adapters {
         serde_json::from_value(section.clone()).ok()
     }
 
-    /// Adds the adapters to the state that is saved.
+    /// Adds the description of the adapters to the state to be saved.
     pub(crate) fn save_into(&self, training: &mut TrainingState) {
         training.sections.insert(SECTION.to_owned(), json!(self));
     }
@@ -121,7 +121,7 @@ impl Adapters {
     }
 }
 
-/// Checks, before anything runs, that a step has adapters of the sizes `own`, or none if `own` is `None`.
+/// Checks, before any rank starts, that a step has adapters of the sizes `own`, or none if `own` is `None`.
 pub(crate) fn check_sizes(
     saved: &TrainingState,
     own: Option<AdapterSizes>,
@@ -183,7 +183,7 @@ fn checksum_compiled<B: Batch, O>(
     total(mesh.world(), sum)
 }
 
-/// Returns true if this rank counts what it holds. Only the first of several equal copies is counted.
+/// Returns true if the checksum includes this rank's elements: of several equal copies, only the first is included.
 fn is_counted_here(is_divided: bool, mesh: &ProcessMesh) -> Result<bool, RankError> {
     let rank = mesh.world().rank();
     if !is_divided {

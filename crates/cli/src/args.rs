@@ -1,4 +1,4 @@
-//! The command line as it was typed: commands, arguments and their help texts.
+//! The command-line arguments and their help texts.
 
 mod check;
 mod headings;
@@ -272,12 +272,12 @@ pub(crate) struct ShardingArgs {
     pub(crate) prefetch: Option<usize>,
 }
 
-/// A number of copies.
+/// A value of `--replicate-size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReplicateSize {
-    /// This many.
+    /// This many copies.
     Number(usize),
-    /// One on each machine.
+    /// One copy on each machine.
     Host,
 }
 

@@ -1,4 +1,4 @@
-//! The codec of a command: the conversion between text and tokens, and the name that a step stores for it.
+//! The codec of a command: the conversion between text and tokens, and its identity in a saved step.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,10 +8,10 @@ use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, TextCodec, Tokenizer};
 
 use crate::error::InputError;
 
-/// The tokenizer file that is read.
+/// The supported tokenizer file.
 const READ: &str = "tokenizer.json";
 
-/// Prefixes of the file names of other tokenizers; those with a vocabulary come first.
+/// Prefixes of the file names of unsupported tokenizers; those with a vocabulary come first.
 const OTHERS: [&str; 11] = [
     "tokenizer.model",
     "tekken.json",
@@ -26,7 +26,7 @@ const OTHERS: [&str; 11] = [
     "special_tokens_map.json",
 ];
 
-/// Suffixes of their file names.
+/// Suffixes of the file names of unsupported tokenizers.
 const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 
 /// A tokenizer as given on the command line.
@@ -38,7 +38,7 @@ pub(crate) enum TokenizerArg {
 }
 
 impl TokenizerArg {
-    /// Returns the file, if the tokenizer is one.
+    /// Returns the tokenizer's file; `None` for bytes.
     pub(crate) fn file(&self) -> Option<&Path> {
         match self {
             Self::Bytes => None,
@@ -123,7 +123,7 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about a tokenized text, for the `--init` model if there is one.
+    /// Returns warnings about the choice of codec, for the `--init` model if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
@@ -150,7 +150,7 @@ fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<Stri
     })
 }
 
-/// Returns the file of a tokenizer in an unsupported format, if the folder has one.
+/// Returns the file of a tokenizer in an unsupported format, if there is one in the folder.
 fn other_form(folder: &Path) -> Option<PathBuf> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let names = entries.filter_map(|entry| {
@@ -178,7 +178,7 @@ pub(crate) fn is_of(codec: &TextCodec, saved: Option<&str>) -> bool {
     saved == identity(codec).as_deref() || saved == former_identity(codec).as_deref()
 }
 
-/// Describes a tokenizer as earlier versions saved it: by its file.
+/// Returns the identity that earlier versions saved: number of tokens and checksum of the file. `None` for bytes.
 pub(crate) fn former_identity(codec: &TextCodec) -> Option<String> {
     let tokenizer = tokenizer_of(codec)?;
     let (num_ids, checksum) = (tokenizer.num_ids(), tokenizer.checksum());

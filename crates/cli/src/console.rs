@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Write};
 
 use crate::error::Failure;
 
-/// Prints a line on stderr. Ignores errors, because there is no place to report them.
+/// Prints a line on stderr. Errors are ignored, because there is no place to report them.
 pub(crate) fn tell(line: impl Display) {
     // One write, because other processes may write to the same terminal.
     let line = format!("{line}\n");

@@ -17,7 +17,8 @@ pub(crate) enum Failure {
     /// The failure of a rank, which the message names.
     #[error(transparent)]
     Rank(Box<LaunchError>),
-    /// An error in the user's input that a rank met. Any rank may meet it first, so the message does not name the rank.
+    /// An error in the user's input that a rank found. Any rank may find it first, so the message does not name the
+    /// rank.
     #[error("{0}")]
     Read(Box<RankError>),
     /// An error in the user's input that all processes of a run agreed on.
@@ -297,12 +298,12 @@ pub(crate) enum InputError {
     TextShorterThanStep {
         source_name: String,
         found: usize,
-        /// `bytes`, or a tokenizer's `tokens`.
+        /// The unit: `bytes`, or `tokens` of a tokenizer.
         tokens: &'static str,
         needed: usize,
         batch: usize,
         seq: usize,
-        /// Text that lists skipped files and folders, for a message.
+        /// A list of skipped files and folders, as part of a message.
         left_out: String,
     },
 

@@ -1,4 +1,4 @@
-//! The machine's limits, measured in the same run as the numbers that are compared with them.
+//! The machine's limits, measured in the same run as the numbers compared with them.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use serde::Serialize;
 /// Limits of all ranks together, measured while all of them work.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
-    /// Bytes per second of copying.
+    /// Bytes copied per second.
     pub(crate) copy: f64,
     /// Operations per second of square matrix products.
     pub(crate) products: f64,

@@ -1,13 +1,13 @@
 //! The `burn-fsdp` command.
 //!
-//! - `args`: the command line as it was typed.
+//! - `args`: the command-line arguments.
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
 //! - `operations`: records of a run's operations, and their comparison.
-//! - `launch`: restarts a failed command. `tether`: tells the processes below `launch` that it is gone.
-//! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, text as tokens,
-//!   weights of which each rank reads its shards, adapters on these weights, random numbers.
+//! - `launch`: restarts a failed command. `tether`: notifies the processes below `launch` of its end.
+//! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, conversion of text
+//!   to tokens, weights read shard by shard, adapters on these weights, random numbers.
 //! - `limits`: the machine's limits.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and their exit codes.
@@ -105,7 +105,7 @@ fn log_to_stderr() {
         .with_env_filter(filter)
         .with_ansi(io::stderr().is_terminal())
         .with_writer(io::stderr)
-        // Otherwise it panics if stderr cannot be written.
+        // Otherwise, a failed write to stderr would cause a panic.
         .log_internal_errors(false)
         .init();
 }

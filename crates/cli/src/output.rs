@@ -14,7 +14,7 @@ use crate::error::InputError;
 
 /// Checks that every output can be written, and that none overwrites another or an input.
 ///
-/// Leaves nothing behind.
+/// Leaves no new files or folders.
 pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     let outputs = [
         ("--save-init", args.model.save_init.as_deref(), Kind::Whole),
@@ -119,7 +119,7 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
         .then(|| "is a file of the --init folder; name another".to_owned())
 }
 
-/// Checks that graphs can be written into a folder, and that the folder has no other use in `taken`.
+/// Checks that graphs can be written into a folder, and that the folder is not among the paths in `taken`.
 fn check_graphs(
     folder: &Path,
     args: &TrainArgs,
@@ -146,7 +146,7 @@ fn check_graphs(
             "is among the saved steps; name a folder next to them",
         ));
     }
-    // The graphs of one run would become the text of the next.
+    // The text of the next run would include the graphs of this one.
     let data = args.data.data.as_ref();
     match data.is_some_and(|data| identity(data).starts_with(&own)) {
         true => Err(refused("contains the text of --data; name another folder")),
@@ -154,7 +154,7 @@ fn check_graphs(
     }
 }
 
-/// Checks that a folder for graphs can be written to, and that no file blocks them. Leaves nothing behind.
+/// Checks that a folder for graphs can be written to, and that no file is in the way. Leaves no new files or folders.
 pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     const FLAG: &str = "--dump-graphs";
     check_folder(FLAG, folder)?;
@@ -166,7 +166,7 @@ pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
     })
 }
 
-/// Checks that an output can be written. Leaves nothing behind.
+/// Checks that an output can be written. Leaves no new file.
 pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputError> {
     check_writable(path, Kind::Whole).map_err(|problem| InputError::Output {
         flag,
@@ -207,7 +207,7 @@ pub(crate) fn check_offload(path: &Path, ranks: usize) -> Result<(), InputError>
     Ok(())
 }
 
-/// Writes a file that appears under its name only when it is complete.
+/// Writes a file completely or not at all.
 pub(crate) fn write_whole(
     flag: &'static str,
     path: &Path,
@@ -246,7 +246,7 @@ fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// The way an output is written.
+/// How an output is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// One write of the whole file, which replaces an existing one. The existing file must be a regular file.
@@ -307,7 +307,7 @@ fn are_one_file(one: &Path, other: &Path) -> bool {
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// Returns a canonical path, equal for all paths to a file. The file need not exist.
+/// Returns a canonical path, the same for all paths to a file. The file need not exist.
 pub(crate) fn identity(path: &Path) -> PathBuf {
     let parts: Vec<_> = path.components().collect();
     for there in (0..=parts.len()).rev() {

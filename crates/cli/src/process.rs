@@ -9,7 +9,7 @@ use std::path::Path;
 pub(crate) struct Process {
     pub(crate) id: u32,
     pub(crate) parent: u32,
-    /// The process group of the process.
+    /// The id of its process group.
     pub(crate) group: u32,
     /// Start time of the process, in ticks of the machine's clock. It distinguishes the process from a later one with
     /// the same id.
@@ -17,7 +17,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Finds a process by its number; `None` if it has ended, or if the system does not list processes.
+    /// Finds a process by its id; `None` if it has ended, or if the system does not list processes.
     pub(crate) fn find(id: u32) -> Option<Self> {
         // A process name may contain any bytes.
         let text = fs::read(format!("/proc/{id}/stat")).ok()?;
@@ -67,7 +67,7 @@ impl Process {
         {
             return true;
         }
-        // The file was built again or copied in the meantime.
+        // The file may have been rebuilt or copied in the meantime.
         let name = |path: &String| {
             let path = fs::read_link(path).ok()?;
             let name = path.file_name()?.to_str()?;
@@ -76,8 +76,8 @@ impl Process {
         name(&other).is_some_and(|other| Some(other) == name(&own))
     }
 
-    /// Lists this process, its ancestors, its process group, and all processes of this program. These may print the
-    /// output of a run or write it to a file.
+    /// Lists this process, its ancestors, its process group, and all processes of this program. Any of them may print
+    /// the output of a run or write it to a file.
     pub(crate) fn of_this_run() -> Vec<Self> {
         let all = Self::all();
         let find = |id: u32| all.iter().find(|process| process.id == id);
@@ -118,13 +118,13 @@ impl Process {
     }
 }
 
-/// Returns true if this process ignores a signal, as `nohup` has it ignore SIGHUP.
+/// Returns true if this process ignores a signal, for example SIGHUP under `nohup`.
 pub(crate) fn is_ignored(signal: i32) -> bool {
     ignores("self", signal)
 }
 
-/// Identifies this machine since its last boot, together with the set of processes that this process can see. Two
-/// processes with the same identity see each other. `None` if the system does not provide it.
+/// Returns an identity of this machine, its boot, and the set of processes visible to this one. Two processes with the
+/// same identity see each other. `None` if the system does not provide it.
 pub(crate) fn machine() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let seen = fs::read_link("/proc/self/ns/pid").ok()?;

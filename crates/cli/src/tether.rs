@@ -1,5 +1,5 @@
-//! The tie between `launch` and the processes below it. A process of this program that `launch` has started, at any
-//! depth, is notified when `launch` is gone, for whatever reason.
+//! The connection between `launch` and the processes below it. When `launch` is gone, for whatever reason, the
+//! processes of this program that it has started are notified, at any depth.
 //!
 //! `launch` holds the only writing end of a pipe, and its descendants inherit the reading end. End of file means that
 //! `launch` is gone. A process in between may close the pipe, as `mpirun` does.
@@ -27,26 +27,26 @@ const VARIABLE: &str = "BURN_FSDP_LAUNCHED_BY";
 /// The time between two checks that `launch` is alive, if there is no pipe.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The exit code of a process that is ended by SIGTERM. The end of `launch` has the same effect on a process that has
-/// nothing to save.
+/// The exit code of a process that SIGTERM ends. When `launch` is gone, a process with nothing to save exits with it as
+/// well.
 const TOLD_TO_END: i32 = 143;
 
-/// The value of the variable.
+/// The value of [`VARIABLE`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Tie {
     /// The machine of `launch`, see [`machine`].
     machine: Option<String>,
-    /// Its process number.
+    /// The process id of `launch`.
     process: u32,
-    /// Its start time.
+    /// The start time of `launch`.
     started: Option<u64>,
-    /// The file descriptor of the reading end.
+    /// The file descriptor of the pipe's reading end.
     end: i32,
     /// The inode number of the pipe, which distinguishes it from another file opened under the same descriptor.
     pipe: u64,
 }
 
-/// The end that `launch` holds. The processes that `launch` has started are tied to it while it lives.
+/// The end of the connection that `launch` holds. The processes that it starts are tied to it while this value lives.
 #[derive(Debug)]
 pub(crate) struct Tether {
     tie: Tie,
@@ -57,7 +57,7 @@ pub(crate) struct Tether {
 impl Tether {
     pub(crate) fn new() -> io::Result<Self> {
         let (reader, writer) = io::pipe()?;
-        // Child processes inherit this end, but not the other.
+        // Child processes inherit this end, but not the writing end.
         fcntl_setfd(&reader, FdFlags::empty())?;
         let end = reader.as_raw_fd();
         let process = process::id();
@@ -75,7 +75,7 @@ impl Tether {
         })
     }
 
-    /// Returns the name and value of the variable that ties a process.
+    /// Returns the environment variable that ties a child process, as name and value.
     pub(crate) fn variable(&self) -> (&'static str, String) {
         let text = serde_json::to_string(&self.tie).unwrap_or_default();
         (VARIABLE, text)
@@ -92,8 +92,8 @@ enum Way {
 }
 
 impl Tie {
-    /// Finds out how this process, which has inherited the tie, is notified of the end. Returns `None` if it cannot be:
-    /// a process in between has closed the pipe, and `launch` is on another machine.
+    /// Finds out how this process is notified when `launch` is gone. Returns `None` if it cannot be: a process in
+    /// between has closed the pipe, and `launch` is on another machine.
     fn way(&self) -> Option<Way> {
         let path = path_of(self.end);
         let is_pipe = |file: &fs::Metadata| file.file_type().is_fifo() && file.ino() == self.pipe;
@@ -140,8 +140,8 @@ static STOP: OnceLock<(Arc<AtomicBool>, bool)> = OnceLock::new();
 /// True once this process is tied to a `launch`.
 static IS_TIED: AtomicBool = AtomicBool::new(false);
 
-/// Watches, in a thread, the `launch` that has started this process, if there is one. When it is gone, the process
-/// ends, unless it has asked to be [told](tell).
+/// Watches the `launch` that has started this process, if there is one, in a thread. When it is gone, the process ends,
+/// unless [`tell`] was called.
 pub(crate) fn watch() {
     let tie = env::var(VARIABLE).ok();
     let tie = tie.and_then(|text| serde_json::from_str::<Tie>(&text).ok());
@@ -157,12 +157,13 @@ pub(crate) fn watch() {
     let _ = thread::Builder::new().name("tether".to_owned()).spawn(wait);
 }
 
-/// Requests that the end of `launch` set this flag instead of ending this process. Call it once per process.
+/// Makes the end of `launch` set `stop` instead of ending this process, with a message if `says_so`. Call it once per
+/// process.
 pub(crate) fn tell(stop: Arc<AtomicBool>, says_so: bool) {
     let _ = STOP.set((stop, says_so));
 }
 
-/// Returns true if this process runs below a `launch`, which passes signals on to it and whose end it is notified of.
+/// Returns true if this process runs below a `launch`, which passes signals on to it, and whose end it notices.
 pub(crate) fn is_tied() -> bool {
     IS_TIED.load(Ordering::Relaxed)
 }
@@ -208,7 +209,7 @@ mod tests {
         let tether = Tether::new().expect("a pipe");
         let other = Tether::new().expect("a pipe");
         let mut tie = tether.tie;
-        // A process below uses this descriptor for another file.
+        // A child process may use this descriptor for another file.
         tie.end = other.tie.end;
         if tie.started.is_some() {
             let way = tie.way().expect("this process is in the list");

@@ -27,8 +27,8 @@ pub(crate) struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// Appends generated tokens until there are enough, the text ends, or the run is asked to stop. Returns the text of
-    /// all tokens. The model must be without autodiff.
+    /// Appends generated tokens until the requested number is reached, the text ends, or the run is asked to stop.
+    /// Returns the text of all tokens. The model must be without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
         model: &M,
@@ -55,8 +55,8 @@ impl Sample<'_> {
         self.ends.iter().any(|end| i64::from(*end) == token)
     }
 
-    /// Returns the logits of the token after `tokens`, limited to tokens that occur in text: the vocabulary may be
-    /// larger.
+    /// Returns the logits of the token after `tokens`. They are limited to tokens that occur in text, because the
+    /// vocabulary may be larger.
     ///
     /// Beyond the maximum length, each new token shifts all earlier ones, so the cache cannot be reused.
     fn next_logits<M: LanguageModel>(
@@ -102,17 +102,17 @@ fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
             return Some(token);
         }
     }
-    // Rounding can lead here.
+    // Reached only because of rounding.
     Some(logits.len() as i64 - 1)
 }
 
-/// The next token of a sample.
+/// The outcome of sampling the next token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum NextToken {
     Is(i64),
-    /// No token: the model outputs no valid numbers.
+    /// The model outputs NaN.
     NoNumbers,
-    /// The end: a rank was asked to stop.
+    /// A rank was asked to stop.
     Stop,
 }
 

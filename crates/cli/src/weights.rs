@@ -1,4 +1,4 @@
-//! Weights from files. Each rank reads the weights of its shards.
+//! Weights from files. Each rank reads only the weights of its shards.
 
 use std::path::Path;
 
@@ -38,8 +38,8 @@ pub(crate) fn read_shards<A: Architecture>(
     })
 }
 
-/// Reads this rank's part of a tensor of a compiled step. Returns `None` for tensors that are not in a file: all
-/// tensors if there is no file, and the adapters' factors.
+/// Reads this rank's part of a tensor of a compiled step. Returns `None` for a tensor that no file has: an adapter's
+/// factor, or any tensor if there is no file.
 pub(crate) fn read_part<A: Architecture>(
     file: Option<&WeightsFile<A>>,
     part: &ShardSpec<'_>,

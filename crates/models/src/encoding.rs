@@ -1,17 +1,17 @@
-//! The encoding of a file, identified by its first bytes; UTF-8 by default.
+//! Detects the encoding of a file by its first bytes, with UTF-8 as the default.
 
 use crate::remark::Remark;
 
 /// Number of bytes at the start of a file that distinguish text from other files.
 pub(crate) const HEAD_BYTES: usize = 8 << 10;
 
-/// Minimum number of bytes of text for each control character.
+/// Text has at least this many bytes per control character.
 const BYTES_PER_CONTROL: usize = 100;
 
 /// First bytes of binary files that cannot otherwise be distinguished from text.
 const NO_TEXT: [&[u8]; 2] = [b"%PDF-", b"\x1f\x8b"];
 
-/// The encodings that a byte order mark identifies.
+/// Encodings with a byte order mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Marked {
     Utf8,
@@ -127,7 +127,7 @@ pub(crate) fn may_be_text(head: &[u8]) -> bool {
     !has_other_start && !head.contains(&0) && !is_full_of_controls(head)
 }
 
-/// Returns the text of a file, with a remark if there is one. The text becomes UTF-8 if its encoding is known. If the
+/// Returns the text of a file, with a remark if there is one. Text with a byte order mark is converted to UTF-8. If the
 /// bytes are not text, returns them as `Err`.
 pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<Remark>), Vec<u8>> {
     let head = &bytes[..bytes.len().min(HEAD_BYTES)];
@@ -161,7 +161,8 @@ fn is_utf8(text: &[u8], is_cut: bool) -> bool {
 
 /// Returns true if control characters are more frequent than in text. In compressed data, every tenth byte is one.
 fn is_full_of_controls(bytes: &[u8]) -> bool {
-    // Text contains all kinds of spaces, backspaces, terminal colors, and the end-of-file mark of old systems.
+    // Text contains the other control characters: all kinds of spaces, backspaces, terminal colors, and the end-of-file
+    // mark of old systems.
     let is_control = |byte: &&u8| matches!(**byte, 0..=7 | 0x0e..=0x19 | 0x1c..=0x1f);
     bytes.iter().filter(is_control).count() * BYTES_PER_CONTROL > bytes.len()
 }

@@ -1,5 +1,5 @@
-//! Settings of a folder in Hugging Face's format in addition to the sizes: how the model generates text, which tokens
-//! end it, and dropout.
+//! Settings in a Hugging Face folder other than the sizes: how the model generates text, which tokens end it, and
+//! dropout.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::settings::read_json;
 use crate::{ModelConfig, ModelError};
 
-/// Files that may name these tokens. The first one that does takes precedence, as in transformers.
+/// Files that may name the tokens that end a text. The first one that does takes precedence, as in transformers.
 const FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
 #[derive(Deserialize)]
@@ -22,7 +22,7 @@ enum Ids {
     Several(Vec<u32>),
 }
 
-/// Settings of the dropout that transformers applies in training to the decoders of this crate.
+/// Dropout settings that transformers applies in training to the decoders of this crate.
 const DROPOUTS: [&str; 4] = [
     "attn_pdrop",
     "resid_pdrop",
@@ -31,7 +31,8 @@ const DROPOUTS: [&str; 4] = [
 ];
 
 /// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has
-/// no effect if it is null, false or empty, if it is 0 and names no token, or if it is a factor or number of 1.
+/// no effect if it is null, false or empty, if it is 0 and that is not a token id, or, for [`NEUTRAL_AT_ONE`], if it is
+/// 1.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -105,8 +106,8 @@ impl ModelConfig {
         Ok(given.filter(|(_, share)| *share > 0.0).collect())
     }
 
-    /// Returns the ids of the tokens that end a text for a model in a folder in Hugging Face's format: `eos_token_id`
-    /// of `generation_config.json`, or of `config.json`. Returns no ids if neither file has the setting.
+    /// Returns the ids of the tokens that end a text for a model in a Hugging Face folder: `eos_token_id` of
+    /// `generation_config.json`, or else of `config.json`. Returns no ids if neither file has the setting.
     ///
     /// # Errors
     ///

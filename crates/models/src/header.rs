@@ -14,13 +14,12 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// First bytes of a Git LFS pointer. As a length, they would be larger than any file.
 const LFS: &[u8; LENGTH_BYTES as usize] = b"version ";
 
-/// Length of the number before the header.
+/// Size in bytes of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// The header of a safetensors file, checked against the length of the file.
 ///
-/// The safetensors crate makes the same checks, but its errors do not name the
-/// tensor whose size is wrong.
+/// The safetensors crate performs the same checks, but its errors do not name the tensor whose size is wrong.
 #[derive(Debug)]
 pub(crate) struct Header {
     /// Position of the first byte of the tensors' data.
@@ -45,7 +44,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Reads the tensors. A duplicate name is an error, because it would be unclear which entry is meant.
+/// Reads the tensors. A duplicate name is an error, because either entry could be meant.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {

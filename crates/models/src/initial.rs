@@ -27,7 +27,7 @@ impl<'a> InitialValues<'a> {
         }
     }
 
-    /// Creates a source of zeros, which costs no time.
+    /// Creates a source of zeros, for weights that are read later.
     pub(crate) fn zeros(device: &'a Device) -> Self {
         Self {
             device,

@@ -1,10 +1,10 @@
-//! Keys and values of the tokens so far, with which only the next token needs to be computed.
+//! A cache of keys and values, with which only the newest token must be computed.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Int, Tensor};
 
-/// The keys and values of each block for the tokens so far, from which
-/// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues.
+/// The keys and values of all tokens so far, for each block.
+/// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues from them.
 ///
 /// A cache belongs to one model and one batch of sequences of equal length. Each token adds
 /// `2 * blocks * batch * kv_heads * head_dim` elements.
@@ -42,7 +42,7 @@ impl KeyValueCache {
         &mut self.blocks
     }
 
-    /// Counts tokens whose keys and values have been added.
+    /// Advances the token count after keys and values were added.
     pub(crate) fn count(&mut self, num_tokens: usize) {
         self.num_tokens += num_tokens;
     }
@@ -115,8 +115,7 @@ impl KeyValues {
     }
 }
 
-/// Returns a mask of the keys that come after the query, for the last `time` queries and `all` keys:
-/// `[1, 1, time, all]`.
+/// Returns a mask of the keys after each query, for the last `time` queries and `all` keys: `[1, 1, time, all]`.
 fn hidden(time: usize, all: usize, like: &Tensor<4>) -> Tensor<4, Bool> {
     let device = like.device();
     let keys = Tensor::<1, Int>::arange(0..all as i64, &device).reshape([1, 1, 1, all]);

@@ -24,7 +24,7 @@ pub enum Remark {
     Special,
     /// Read without the byte order mark of UTF-8 at its start.
     Marked,
-    /// Decoded from UTF-16 or UTF-32, which the mark at its start identifies.
+    /// Decoded from UTF-16 or UTF-32, as its byte order mark indicates.
     Decoded,
     /// Read byte by byte: it is text, but not UTF-8.
     NotUtf8,
@@ -39,7 +39,7 @@ impl Remark {
         self <= Self::Special
     }
 
-    /// Returns a few words that follow a number in a report.
+    /// Returns a phrase that follows a number in a report, such as `hidden`.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ impl Remark {
     }
 }
 
-/// The remarks on a text: the number of times that each occurred, and the first path.
+/// The remarks on a text: for each, the number of files or folders and the first path.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remarks(BTreeMap<Remark, (usize, PathBuf)>);
 

@@ -107,7 +107,7 @@ fn saving_error(path: &Path, error: &SafetensorsStoreError) -> ModelError {
     }
 }
 
-/// Returns the permissions for a file at `path`: those of the file that is replaced, or the default for new files.
+/// Returns the permissions for a file at `path`: the replaced file's, or the default for new files.
 fn permissions(path: &Path) -> io::Result<Permissions> {
     match path.metadata() {
         Ok(replaced) => Ok(replaced.permissions()),
@@ -203,8 +203,8 @@ impl ModuleAdapter for ToFile {
     }
 }
 
-/// Returns the tensor under another name and, with `transpose`, with its two dims exchanged. Bytes are read and moved
-/// only when they are used.
+/// Returns the tensor under another name and, with `transpose`, with its two dims swapped. Bytes are read and
+/// transposed only on demand.
 fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
     if !transpose {
         tensor.name = name;

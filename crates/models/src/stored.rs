@@ -36,7 +36,7 @@ impl StoredType {
         }
     }
 
-    /// Returns an element from its little-endian bytes.
+    /// Decodes an element from its little-endian bytes.
     fn value(self, bytes: &[u8]) -> f32 {
         let two = || [bytes[0], bytes[1]];
         match self {
@@ -47,7 +47,7 @@ impl StoredType {
     }
 }
 
-/// The state of a file when its header was read.
+/// The path, size and modification time of a file when its header was read, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpenedFile {
     path: PathBuf,
@@ -85,18 +85,18 @@ pub(crate) struct StoredTensor {
     pub(crate) spec: ParameterSpec,
 }
 
-/// Elements that were read, and the number of reads.
+/// Elements that were read, and the traffic of reading them.
 pub(crate) struct Elements {
     pub(crate) values: Vec<f32>,
     pub(crate) traffic: Traffic,
 }
 
-/// A count of reads.
+/// Counts of requests and bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
     pub(crate) num_requests: u64,
     pub(crate) num_bytes: u64,
-    /// Bytes of the elements in the range, or in the rows in which the range starts and ends.
+    /// Bytes of the requested elements. In a transposed matrix, the module's first and last row count in full.
     pub(crate) num_bytes_taken: u64,
 }
 
@@ -113,7 +113,7 @@ impl StoredTensor {
         self.spec.shape.iter().product()
     }
 
-    /// Reads elements of the module's parameter, counted in its row-major order.
+    /// Reads a range of the elements of the module's parameter, in the module's row-major order.
     pub(crate) fn read(&self, range: Range<usize>) -> io::Result<Elements> {
         let mut elements = Elements {
             values: vec![0.0; range.len()],
@@ -137,7 +137,7 @@ impl StoredTensor {
     }
 }
 
-/// The reads of one tensor.
+/// A reader of one tensor's bytes.
 struct Requests<'a> {
     file: File,
     tensor: &'a StoredTensor,
@@ -166,8 +166,8 @@ impl Requests<'_> {
 
     /// Reads elements of a matrix that has `rows` rows of `columns` in the file and is transposed in the module.
     ///
-    /// The range is a piece of each row. Many rows are read at once, from the first row's piece to the last row's
-    /// piece, unless the pieces are far apart.
+    /// The range covers a piece of each row in the file. Many rows are read at once, from the first row's piece to the
+    /// last row's piece, unless the pieces are far apart.
     fn read_transposed(
         &mut self,
         elements: &mut Elements,

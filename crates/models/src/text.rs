@@ -33,7 +33,7 @@ const CRATES: [&str; 11] = [
     "burn-tensor-0.22.1",
 ];
 
-/// An input and its target, on both sides of the split.
+/// Minimum size of the training and the held-out part: an input byte and its target.
 const MIN_PART_BYTES: usize = 2;
 
 /// Text as bytes, with a twentieth held out for evaluation: the end of text that was [read](Self::read), or every
@@ -69,8 +69,8 @@ impl ByteText {
         Self::read_without(path, max_bytes, &|_| false)
     }
 
-    /// Reads like [`read`](Self::read), without the files and sub-folders for which `is_excluded` returns true. It
-    /// receives absolute paths without links.
+    /// Works like [`read`](Self::read), but skips the files and sub-folders for which `is_excluded` returns true. It is
+    /// called with absolute paths whose links are resolved.
     ///
     /// # Errors
     ///

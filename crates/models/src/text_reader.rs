@@ -1,4 +1,4 @@
-//! The reader of the files of a text.
+//! Reads the files of a text, up to a limit.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -30,7 +30,7 @@ pub struct Unread {
 pub(crate) struct Reader<'a> {
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    /// Returns true for a path without links that must be skipped.
+    /// Returns true for a path to skip, given with links resolved.
     is_excluded: &'a dyn Fn(&Path) -> bool,
     pub(crate) bytes: Vec<u8>,
     /// The end of each file in `bytes`.
@@ -39,7 +39,7 @@ pub(crate) struct Reader<'a> {
     pub(crate) unread: Option<Unread>,
     /// Number of files and folders that may still be visited without being read.
     looks: usize,
-    /// The paths without links of all files and folders so far.
+    /// The paths of all files and folders so far, with links resolved.
     seen: HashSet<PathBuf>,
 }
 
@@ -74,7 +74,8 @@ impl<'a> Reader<'a> {
         self.read_folder(path, &real)
     }
 
-    /// Reads a folder in the order of names. `real` is its path without links. Only a failure to list it is an error.
+    /// Reads a folder in the order of names. `real` is its path with links resolved. Only a failure to list it is an
+    /// error.
     fn read_folder(&mut self, path: &Path, real: &Path) -> io::Result<()> {
         let mut entries = fs::read_dir(path)?.collect::<io::Result<Vec<_>>>()?;
         entries.sort_by_key(DirEntry::file_name);
@@ -146,7 +147,7 @@ impl<'a> Reader<'a> {
         self.bytes.len() >= self.max_bytes
     }
 
-    /// Returns the record of unread text, which begins with this file.
+    /// Returns the record of unread text. If there is none yet, the record begins with this file.
     fn unread_at(&mut self, path: &Path) -> &mut Unread {
         self.unread.get_or_insert_with(|| Unread {
             from: path.to_owned(),

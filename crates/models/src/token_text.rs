@@ -5,15 +5,15 @@ use std::ops::Range;
 use crate::tokenizer::Placed;
 use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 
-/// Sizes of the pieces in which a long text is tokenized. While a token is created, it takes many times its bytes in
-/// memory.
+/// Sizes of the pieces in which a long text is tokenized, because a token takes many times its bytes in memory while it
+/// is created.
 #[derive(Debug, Clone, Copy)]
 struct Pieces {
     /// Number of bytes of a piece, without the rest of its last line.
     bytes: usize,
     /// Number of context bytes on each side that are tokenized with a piece.
     around: usize,
-    /// Maximum number of bytes of two pieces that are joined because their tokens do not match.
+    /// Maximum size of two neighboring pieces that are tokenized again as one because their tokens do not match.
     most: usize,
 }
 
@@ -73,12 +73,12 @@ impl TokenText {
 }
 
 impl ByteText {
-    /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced and
-    /// [counted](TokenText::num_replaced). A character that is cut at the end of the text is skipped.
+    /// Tokenizes the text. Bytes that are not UTF-8 are replaced and [counted](TokenText::num_replaced). A character
+    /// that is cut at the end of the text is skipped.
     ///
-    /// The text is tokenized as a whole, without tokens in front of it. If its end is held out, the held-out tokens
-    /// are the ones that begin there. If files are held out, the held-out files and the others are tokenized
-    /// separately.
+    /// The text is tokenized as a whole, without the tokens that a tokenizer adds before a text. If its end is held
+    /// out, the held-out tokens are the ones that begin there. If files are held out, the held-out files and the others
+    /// are tokenized separately.
     ///
     /// # Errors
     ///
@@ -200,7 +200,7 @@ struct Window {
     range: Range<usize>,
     /// Tokens, with byte positions in the whole text.
     tokens: Vec<Placed>,
-    /// Index of the first token that is not yet among the ids.
+    /// Index of the first token that is not yet in the result.
     begin: usize,
 }
 
@@ -278,14 +278,14 @@ fn join(
 }
 
 impl Window {
-    /// Returns the index of the first token that begins at a byte of the text or after it.
+    /// Returns the index of the first token that begins at byte `start` or after it.
     fn first_from(&self, start: usize) -> usize {
         self.tokens.partition_point(|token| token.start < start)
     }
 }
 
-/// Returns the indices of the tokens at which one window ends and the other begins: the common token nearest to `cut`
-/// that has the same tokens on both sides.
+/// Returns the indices of the tokens at which one window ends and the other begins. This is the common token nearest to
+/// `cut` whose neighbors on both sides agree in the two windows.
 fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)> {
     let first = before
         .first_from(next.range.start)
@@ -303,7 +303,7 @@ fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)>
     candidates.min().map(|(_, index, other)| (index, other))
 }
 
-/// Tokenizes some parts of a text in parallel.
+/// Tokenizes ranges of a text in parallel.
 fn windows(
     tokenizer: &Tokenizer,
     text: &str,
@@ -325,7 +325,7 @@ fn windows(
     Ok(ranges.into_iter().zip(tokens).map(window).collect())
 }
 
-/// Returns a piece with its surroundings.
+/// Returns the range of a piece with its surroundings.
 fn around(text: &str, piece: &Range<usize>, sizes: Pieces) -> Range<usize> {
     let start = piece.start.saturating_sub(sizes.around);
     let end = piece.end.saturating_add(sizes.around);
@@ -379,7 +379,7 @@ mod tests {
         Tokenizer::open(path).unwrap()
     }
 
-    /// Letters and pairs of them without words, as in SentencePiece's byte pairs.
+    /// A byte-pair vocabulary without word boundaries, as in SentencePiece.
     fn without_words() -> Value {
         let mut vocab = serde_json::Map::new();
         let mut add = |token: String| {

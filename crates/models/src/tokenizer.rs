@@ -1,4 +1,4 @@
-//! Tokenizers in Hugging Face's format.
+//! Tokenizers in the format of Hugging Face.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -13,7 +13,7 @@ use tokenizers::{Encoding, PostProcessor, Token};
 
 use crate::{BYTE_VOCAB, ModelError};
 
-/// Maximum size of a `tokenizer.json`. With 256 thousand tokens it has some 30 MB.
+/// Maximum size of a `tokenizer.json`. A file with 256 thousand tokens has some 30 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// Keys of a `tokenizer.json` that affect neither tokens nor text.
@@ -36,7 +36,7 @@ pub struct Tokenizer {
     unknown: Option<u32>,
 }
 
-/// A token with the bytes of the text that it covers.
+/// A token, and the byte range of the text that it covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placed {
     pub(crate) id: u32,
@@ -111,7 +111,7 @@ impl Tokenizer {
     }
 
     /// Returns the ids of a text. If `is_begun`, they follow the tokens that the file adds before a text, such as
-    /// `<s>`. Tokens that it adds after a text are skipped, because the text continues.
+    /// `<s>`. Tokens that it adds after a text are omitted, because the text continues.
     ///
     /// # Errors
     ///
@@ -140,11 +140,11 @@ impl Tokenizer {
         Ok(encoded.into_iter().map(tokens).collect())
     }
 
-    /// Returns the text of ids, without special tokens.
+    /// Decodes ids to text, without special tokens.
     ///
     /// # Errors
     ///
-    /// If the tokenizer cannot join them.
+    /// If the tokenizer cannot decode the ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
         let decoded = caught(|| self.inner.decode(ids, true));
         decoded.map_err(|problem| self.refused(problem))
@@ -158,7 +158,7 @@ impl Tokenizer {
     }
 }
 
-/// Runs a part of the tokenizer, which panics for some inconsistent files.
+/// Runs a part of the tokenizer. Turns panics, which some inconsistent files cause, into errors.
 fn caught<T>(body: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result.map_err(|error| error.to_string()),
@@ -265,7 +265,7 @@ fn feed(value: &Value, hasher: &mut SipHasher13) {
     }
 }
 
-/// Returns true if a value differs from an absent one.
+/// Returns false for a value that counts as absent.
 fn says(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -312,7 +312,7 @@ impl TextCodec {
         }
     }
 
-    /// Returns the tokens of the beginning of a text.
+    /// Tokenizes the beginning of a text, including the tokens that a tokenizer adds before it.
     ///
     /// # Errors
     ///
@@ -327,7 +327,7 @@ impl TextCodec {
         }
     }
 
-    /// Returns the text of tokens. Bytes need not be UTF-8.
+    /// Decodes tokens to text. With [`Bytes`](Self::Bytes), the result need not be UTF-8.
     ///
     /// # Errors
     ///

@@ -55,7 +55,7 @@ impl TokenRange {
         is_valid.then_some(Self { tokens, range })
     }
 
-    /// Returns all ids of a tokenizer, or `None` if there are none.
+    /// Returns the range of all `ids` of a tokenizer, or `None` if there are none.
     #[must_use]
     pub fn of_ids(ids: Arc<[u32]>) -> Option<Self> {
         let range = 0..ids.len();
@@ -155,8 +155,8 @@ impl Batches {
         self.rows_from(&starts.collect::<Vec<_>>(), self.seq)
     }
 
-    /// Returns the number of rows of `seq` tokens in which no token and no target occurs twice. Returns `None` if the
-    /// stream does not repeat itself.
+    /// Returns the number of rows of `seq` tokens in one pass over the stream, in which no token and no target occurs
+    /// twice. Returns `None` if the stream does not repeat itself.
     #[must_use]
     pub fn num_whole_rows(&self) -> Option<usize> {
         Some(self.num_targets()? / self.seq)
@@ -170,7 +170,7 @@ impl Batches {
         (len > 0).then(|| self.rows_from(&[targets - len], len))
     }
 
-    /// Returns the number of tokens that follow another token.
+    /// Returns the number of tokens in one pass that have a predecessor.
     fn num_targets(&self) -> Option<usize> {
         Some(self.stream.period()?.saturating_sub(1))
     }

@@ -1,7 +1,7 @@
 //! The public names of a crate, read from its source.
 //!
-//! A re-export of a `*` or of a module is rejected, because its names could not be counted. Without them the list needs
-//! no compiler: it is what the public modules define and re-export.
+//! Glob re-exports and re-exports of modules are rejected, because their names could not be counted. The list is
+//! therefore what the public modules define and re-export, and needs no compiler.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -11,15 +11,15 @@ use syn::{Attribute, Item, ItemUse, Visibility};
 
 use crate::modules::{Modules, imports};
 
-/// The public names of a crate, as paths in it without the crate's name, sorted. Modules, methods and fields are not
-/// among them.
+/// Returns the public names of a crate, sorted, as paths without the crate's name. Modules, methods and fields are
+/// excluded.
 ///
-/// `crates` is the folder of the workspace's crates, `folder` the crate's own in it, and `without` the public module of
-/// its root that is left out.
+/// `crates` is the folder of the workspace's crates, and `folder` is the crate's folder in it. The public root module
+/// `without` is excluded.
 ///
 /// # Panics
 ///
-/// If a file cannot be read or parsed, and at a re-export of a `*` or of a module.
+/// If a file cannot be read or parsed, or if a glob or a module is re-exported.
 pub fn names(crates: &Path, folder: &str, without: &str) -> Vec<String> {
     let face = Face {
         crates,
@@ -38,7 +38,7 @@ struct Face<'a> {
     crates: &'a Path,
     modules: Modules,
     without: &'a str,
-    /// The other crates that were read, by folder, since each is asked about many names.
+    /// The other crates read so far, by folder, because each is asked about many names.
     others: RefCell<BTreeMap<String, Modules>>,
 }
 

@@ -114,7 +114,7 @@ impl Search<'_> {
     }
 }
 
-/// Reads the paths of a module's items.
+/// Collects the paths in a module's items.
 struct Reader<'a> {
     modules: &'a Modules,
     module: usize,
@@ -253,7 +253,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
         }
     }
 
-    /// `pub(in crate::x)` uses nothing.
+    /// `pub(in crate::x)` is not an import.
     fn visit_visibility(&mut self, _: &'ast syn::Visibility) {}
 }
 

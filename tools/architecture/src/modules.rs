@@ -25,7 +25,7 @@ pub(crate) struct Module {
 #[derive(Clone)]
 enum Named {
     Module(usize),
-    /// An item that is defined here. Only types have further names below them.
+    /// An item defined here. Only types have names below them.
     Item {
         is_type: bool,
     },
@@ -52,7 +52,7 @@ pub(crate) struct Modules {
     /// Paths relative to `src`, separated by `/`. Test modules are skipped.
     pub(crate) files: Vec<String>,
     pub(crate) modules: Vec<Module>,
-    /// Macros, by name, with their file. They have one scope for the whole crate.
+    /// The file of each macro, by name. Macros have one scope for the whole crate.
     macros: BTreeMap<String, usize>,
     /// The library's name, as its own binaries use it, and its module.
     library: Option<(String, usize)>,
@@ -105,8 +105,8 @@ impl Modules {
         found
     }
 
-    /// Returns true if a path, as seen from the module, leads to a module of this crate that a re-export shows. A
-    /// private module may have the name of a function, which the re-export shows instead.
+    /// Returns true if a path, as seen from the module, leads to a module of this crate that a re-export would expose.
+    /// A private module and a function may share a name; the re-export then exposes the function.
     pub(crate) fn is_module(&self, module: usize, path: &[String]) -> bool {
         let targets = self.resolve(module, path, &mut Vec::new());
         let is_only = targets.len() == 1;
@@ -250,7 +250,7 @@ impl Modules {
         }
     }
 
-    /// Returns the targets of a further segment of a path. Names below a type belong to the type.
+    /// Returns the targets of the next segment of a path. Names below a type belong to the type.
     fn below(
         &self,
         targets: &[Target],
@@ -398,7 +398,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// Returns the file that `#[path = ".."]` gives a module.
+/// Returns the file that `#[path = ".."]` sets for a module.
 fn given_path(attributes: &[Attribute]) -> Option<String> {
     attributes.iter().find_map(|attribute| {
         let Meta::NameValue(given) = &attribute.meta else {

@@ -31,7 +31,7 @@ const RULES: [Rule; 11] = [
     ),
 ];
 
-/// The number of words of prose, and of uses of each construction.
+/// The number of words, and the number of uses of each construction.
 #[derive(Clone, Debug)]
 pub struct Prose {
     num_words: usize,

@@ -20,7 +20,7 @@ const MOST_FIELDS: usize = 12;
 pub struct TooLarge {
     /// `file`, `function` or `struct`.
     pub kind: String,
-    /// The file, as a path from the root of the repository. For an item in it, a space and the item's name follow.
+    /// The file's path from the root of the repository, followed by a space and the item's name for an item in it.
     pub place: String,
     /// The item's size. It is empty in a list of exceptions.
     pub size: String,

@@ -52,7 +52,7 @@ pub(crate) struct Steps {
 pub(crate) struct PeerCommand {
     pub(crate) script: &'static str,
     pub(crate) words: Vec<String>,
-    /// Variants, as words to add. The fastest one is used for the comparison.
+    /// Variants of the program, as additional arguments. The fastest one is compared.
     pub(crate) forms: &'static [&'static [&'static str]],
 }
 
@@ -107,15 +107,14 @@ impl Case {
         matches!(self, Self::Encoder | Self::EncoderOneRank)
     }
 
-    /// Returns the arguments that make a GPT equal on both sides, including its weights. Returns `None` for an
-    /// encoder.
+    /// Returns the arguments for a GPT's sizes, the same on both sides; `None` for an encoder.
     pub(crate) fn shape(self) -> Option<Vec<String>> {
         let sizes = self.sizes();
         (!self.is_encoder()).then(|| sizes.words())
     }
 
-    /// Returns the floating-point operations per token in matrix products: six for each weight of a matrix, and the
-    /// half of attention that a causal mask leaves.
+    /// Returns the floating-point operations per token in matrix products: six for each weight of a matrix, and
+    /// attention's, halved by the causal mask.
     pub(crate) fn flop_per_token(self) -> f64 {
         let Sizes {
             layers,
@@ -204,7 +203,7 @@ impl Sizes {
     }
 }
 
-/// Arguments under construction.
+/// A builder of command-line arguments.
 #[derive(Default)]
 struct Words(Vec<String>);
 

@@ -1,4 +1,4 @@
-//! Steps of a model of Burn's own layers: our program for the cases that compare with PyTorch's own layers.
+//! Trains a model of Burn's own layers: our program for the cases that compare with PyTorch's own layers.
 
 use std::time::Instant;
 
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &EncoderArgs) -> Result<String, Error> {
     .to_string())
 }
 
-/// Returns a number of resident bytes of this process, if the system provides it.
+/// Returns a field of `/proc/self/status` in bytes, such as `VmRSS:`, if the system provides it.
 fn resident_bytes(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/status").ok()?;
     let value = text.lines().find_map(|line| line.strip_prefix(name))?;

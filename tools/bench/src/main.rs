@@ -64,7 +64,7 @@ fn answer(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Rejects a benchmark that could not be measured or written. Returns our side's command.
+/// Checks that a benchmark can be measured and its results written. Returns our side's command.
 fn check(args: &BenchArgs) -> Result<PathBuf, Error> {
     for (flag, value) in [("--pairs", args.pairs), ("--steps", args.steps)] {
         if value == 0 {
@@ -101,7 +101,7 @@ fn beside_this_program() -> io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name(name))
 }
 
-/// Rejects a file that cannot be written before hours of measurements. Leaves no new file behind.
+/// Rejects a file that cannot be written, before hours of measurements. Leaves no new file behind.
 fn check_writable(flag: &'static str, path: &Path) -> Result<(), Error> {
     let is_new = !path.exists();
     let opened = File::options().append(true).create(true).open(path);

@@ -14,8 +14,8 @@ use crate::limits::Limits;
 use crate::peers::Peers;
 use crate::program::{Measurement, json_of};
 
-/// Number of pairs after which the limits are measured again, to have limits from the same minutes as the runs. It is
-/// odd, so the limits precede runs of both sides equally often.
+/// Number of pairs after which the limits are measured again, so limits and runs are from the same minutes. It is odd,
+/// so the limits precede runs of both sides equally often.
 const PAIRS_A_LIMIT: usize = 5;
 
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
@@ -32,7 +32,7 @@ pub(crate) struct Pair {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct CaseResult {
     pub(crate) case: Case,
-    /// The words of the peer's fastest variant, if it has variants.
+    /// The additional arguments of the peer's fastest variant, if it has variants.
     pub(crate) peer_form: Option<String>,
     pub(crate) pairs: Vec<Pair>,
     /// Limits measured between the pairs. For products, the limit is the higher one of Burn's and the peer's.
@@ -87,7 +87,7 @@ pub(crate) fn measure(
 }
 
 struct Bench<'a> {
-    /// The programs `burn-fsdp` and this one.
+    /// The `burn-fsdp` program; `own` is this program.
     command: PathBuf,
     own: PathBuf,
     peers: Option<&'a Peers>,

@@ -10,7 +10,7 @@ use crate::case::PeerCommand;
 use crate::error::Error;
 use crate::program::json_of;
 
-/// The programs that are part of this command.
+/// The programs that this command contains.
 const SCRIPTS: [(&str, &str); 6] = [
     ("train_peer.py", include_str!("../peers/train_peer.py")),
     ("encoder_peer.py", include_str!("../peers/encoder_peer.py")),
@@ -64,7 +64,7 @@ impl Peers {
         Ok(peers)
     }
 
-    /// Returns the program and its arguments.
+    /// Returns the command line of a peer's program: its program and arguments.
     pub(crate) fn words(&self, command: &PeerCommand, form: &[&str]) -> Vec<String> {
         let script = self.folder.join(command.script);
         let mut words = vec![script.to_string_lossy().into_owned()];

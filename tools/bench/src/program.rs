@@ -12,7 +12,7 @@ use crate::error::Error;
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) tokens_per_s: f64,
-    /// Maximum resident bytes of a rank minus those at its start.
+    /// Peak resident bytes of a rank, minus its resident bytes at the start.
     pub(crate) peak_bytes: Option<f64>,
     pub(crate) losses: Vec<f64>,
 }

@@ -31,7 +31,7 @@ pub(crate) struct Summary {
     pub(crate) ratio: Option<Ratio>,
     /// Operations per second of matrix products on all cores, as the median of the measurements between the pairs.
     product_limit: f64,
-    /// Bytes per second of copies on all cores, also as the median.
+    /// Bytes copied per second on all cores, also as the median.
     copy_limit: f64,
     /// Maximum relative difference between the two losses of a pair, if both sides begin with equal weights.
     losses_differ: Option<f64>,
@@ -45,7 +45,7 @@ struct Side {
     tokens_per_s: f64,
     /// Fraction of the matrix product limit.
     share: f64,
-    /// Maximum bytes of a rank minus those at its start.
+    /// Peak resident bytes of a rank, minus its resident bytes at the start.
     peak_bytes: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! The settings on which processes must agree, because each of them sets up the training by itself.
+//! The check that processes, each of which sets up the training itself, use the same settings.
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -55,7 +55,7 @@ fn of_tensors<M: Module>(model: &M) -> u64 {
 #[derive(Default)]
 struct Tensors {
     path: Vec<String>,
-    /// Path, kind and shape of each.
+    /// Path, kind and shape of each tensor.
     found: Vec<(String, char, Vec<usize>)>,
 }
 
@@ -96,7 +96,7 @@ impl Rates {
         Ok(Self(ids.map(|ids| (ids.id, ids.path)).collect()))
     }
 
-    /// Returns the fingerprint of the rates of all parameters. Before the first step they are 0.
+    /// Returns the fingerprint of the rates of all parameters, which are 0 before the first step.
     pub(crate) fn fingerprint(&self, rates: &ModuleLearningRate) -> u64 {
         let of = |(id, path): &(ParamId, String)| rates.lr_from_param(*id, Some(path)).to_bits();
         Fingerprint::of(&self.0.iter().map(of).collect::<Vec<_>>())

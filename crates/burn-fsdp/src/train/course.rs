@@ -14,7 +14,7 @@ pub(crate) struct Course<M: LearnerModel> {
     pub(crate) settings: Settings,
     pub(crate) among: Ranks,
     pub(crate) epochs: RangeInclusive<usize>,
-    /// Number of a rank's batches whose gradients are accumulated for one step.
+    /// Number of batches that each rank accumulates per optimizer step, if it accumulates.
     pub(crate) accumulation: Option<usize>,
     /// True if epochs may be saved.
     pub(crate) saves: bool,
@@ -25,7 +25,7 @@ pub(crate) struct Course<M: LearnerModel> {
     pub(crate) outputs: Arc<Outputs<M>>,
 }
 
-/// The form of the ranks.
+/// Whether ranks are threads or processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ranks {
     /// Threads of this process, which share one instance of Burn's loop.

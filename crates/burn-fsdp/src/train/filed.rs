@@ -17,7 +17,7 @@ use crate::optimizer_record::{RANK_KEY, packed};
 /// The whole state of an optimizer, with its tensors in a file.
 #[derive(Debug, Default)]
 pub(crate) struct Filed {
-    /// The states by id of the parameter, as text.
+    /// The states, by parameter id as text.
     of: BTreeMap<String, FiledState>,
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct FiledTensor {
     pub(crate) field: String,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    /// Their place in the file.
+    /// The elements, read from the file on demand.
     pub(crate) bytes: Bytes,
 }
 
@@ -46,7 +46,7 @@ impl Filed {
         self.of.insert(id.to_string(), state);
     }
 
-    /// Returns an optimizer that only supports being recorded, and then returns this state.
+    /// Returns an optimizer that can only be recorded; its record is this state.
     ///
     /// An optimizer that contained the state would read it from the file and hold it in memory.
     pub(crate) fn into_optimizer(self) -> Result<ModuleOptimizer, CheckpointError> {

@@ -24,9 +24,8 @@ use crate::train::portable::Portable;
 use crate::train::settings::Settings;
 use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 
-/// Fully sharded training by Burn's own loop: a strategy for
-/// [`SupervisedTraining`](burn::train::SupervisedTraining), with ranks that are threads of this process, or
-/// [processes](Self::launch_among_processes).
+/// Fully sharded training by Burn's own loop: a strategy for [`SupervisedTraining`](burn::train::SupervisedTraining),
+/// with threads of this process or with [processes](Self::launch_among_processes) as ranks.
 ///
 /// One line of a program changes: `training.launch(Learner::new(model, optimizer, rates))` becomes
 /// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else in
@@ -36,12 +35,12 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Data
 ///
-/// Each rank takes a part of the loaders' items, as in Burn's distributed training: neighboring items, so a step covers
-/// the number of ranks times a batch. If the items do not divide evenly, the ranks that run out process a batch again,
-/// and its rows do not count. Gradients are averaged by the number of items that the loaders have read for them. A step
-/// is then the mean over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items
-/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
-/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
+/// Each rank takes a contiguous part of the loaders' items, as in Burn's distributed training, so a step covers one
+/// batch per rank. If the items do not divide evenly, the ranks that run out process a batch again, and its rows do not
+/// count. Gradients are averaged by the number of items that the loaders have read for them. A step is then the mean
+/// over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items back is counted by
+/// the items it reads, not by those it returns.) Validation is also divided, and every item is counted once. A metric
+/// that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
 ///
 /// # Differences
 ///
@@ -61,15 +60,15 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// # Memory
 ///
-/// No process holds the whole model: a rank has its shards of parameters, gradients and optimizer state, and the eager
-/// engine's memory around their use. If Burn has not initialized the parameters of a model yet (as `LinearConfig::init`
-/// returns them), they are initialized one at a time on rank 0, and divided. If a model is initialized, its values are
-/// freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's own files of the whole model
-/// and optimizer. Any number of ranks can continue from them, and so can Burn without sharding. Rank 0 gathers them
-/// tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also
-/// reads and divides them tensor by tensor when a training run resumes. So rank 0 briefly holds a few copies of one
-/// whole parameter, or of its state. (This holds on the CPU backend. If the program's default device is another, a
-/// checkpoint is read there as a whole.)
+/// No process holds the whole model: a rank has its shards of parameters, gradients and optimizer state, and the memory
+/// that the eager engine needs while it uses them. If Burn has not initialized the parameters of a model yet (as
+/// `LinearConfig::init` returns them), they are initialized one at a time on rank 0, and divided. If a model is
+/// initialized, its values are freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's
+/// own files of the whole model and optimizer. Any number of ranks can continue from them, and so can Burn without
+/// sharding. Rank 0 gathers them tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's
+/// checkpointers write. It also reads and divides them tensor by tensor when a training run resumes. So rank 0 briefly
+/// holds a few copies of one whole parameter, or of its state. (This holds on the CPU backend. If the program's default
+/// device is another, a checkpoint is read there as a whole.)
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
 /// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
@@ -184,8 +183,7 @@ impl FullySharded {
         self
     }
 
-    /// Sets the devices: rank `i` computes on the `i`th one, and from the first one again if there are fewer devices
-    /// than ranks.
+    /// Sets the devices: rank `i` computes on the `i`th one. If there are fewer devices than ranks, the devices repeat.
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
         self.0.devices = devices.into_iter().collect();
@@ -227,8 +225,8 @@ impl FullySharded {
         self.launch_whole(training, model, (optimizer, rates.into()), None, whole)
     }
 
-    /// Works like [`launch`](Self::launch), but each rank processes its shards of the trained model instead of
-    /// returning the whole model. For example, it can [save](crate::save()) it, generate from it, or do nothing.
+    /// Works like [`launch`](Self::launch), but passes each rank's shards of the trained model to `end` instead of
+    /// returning the whole model. For example, `end` can [save](crate::save()) it, generate from it, or do nothing.
     /// Returns the ranks' results, in their order.
     ///
     /// `end` gets the ranks of the training, with one shard axis, the model, and the optimizer with the state of the
@@ -275,12 +273,12 @@ impl FullySharded {
     /// [`launch`](burn_fsdp_collectives::launch()). If a process ends before it calls this function, the others wait in
     /// MPI's own initialization, where no deadline applies. If it ends with an error, the launcher ends the others.
     ///
-    /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and asks the strategies of early stopping and
-    /// checkpointing. The other ranks' outputs are sent to it after each step, whole: with large logits that costs time
-    /// and, on rank 0, memory. An interruption of one process interrupts all, and an error of Burn's loop in one is in
-    /// [`LearningResult::error`](burn::train::LearningResult) of all. Every process opens the checkpoints, before
-    /// anything else, and rank 0 reads them. If a process does not see the folder, Burn panics there, and the launcher
-    /// ends the others. Custom loggers are created in every process and used on rank 0.
+    /// Rank 0's metrics cover all rows. Only rank 0 logs, renders, saves, and decides on early stopping and
+    /// checkpoints. The other ranks send it their whole outputs after each step: with large logits that costs time and,
+    /// on rank 0, memory. An interruption of one process interrupts all. An error of Burn's loop in one process is in
+    /// [`LearningResult::error`](burn::train::LearningResult) of all. Every process opens the checkpoints first, and
+    /// rank 0 reads them. If a process does not see the folder, Burn panics there, and the launcher ends the others.
+    /// Custom loggers are created in every process and used on rank 0.
     ///
     /// Collective over all processes. Each of them gets the whole model, with rank 0's running statistics.
     /// For models that do not fit, use
@@ -305,10 +303,10 @@ impl FullySharded {
     /// # Errors
     ///
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
-    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] has the text of
-    /// [`Error::OtherTraining`] if a process is about to run a different training. For a different optimizer or integer
-    /// parameter, it has the text of the sharding's `OptimizersDiffer` or `Disagreement`, and the error's text for an
-    /// output that [`Portable::unpack`] does not accept.
+    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] with the text of
+    /// [`Error::OtherTraining`] if a process is about to run a different training; of `OptimizersDiffer` or
+    /// `Disagreement`, errors of sharding, if its optimizer or an integer parameter differs; or of the error for an
+    /// output that [`Portable::unpack`] rejects.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,

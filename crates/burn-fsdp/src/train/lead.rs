@@ -67,8 +67,7 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Passes on the outputs of the previous round, one from each rank, in the order of ranks. A rank may be ahead by
-    /// one.
+    /// Passes each rank's next output to the metrics, in rank order. A rank may be one output ahead.
     pub(crate) fn pass_on(&self) {
         self.processor(|to, interrupter| {
             for item in self.outputs.training.take() {
@@ -82,7 +81,7 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Saves the epoch, if that is due, from a learner that already has the state to save; `staged` holds its files.
+    /// Saves the epoch if a checkpoint is due. `learner` already has the state to save, and `staged` holds its files.
     pub(crate) fn save(&mut self, learner: &Learner<Lent<M>>, epoch: usize, staged: Scratch) {
         let Some(checkpointer) = &mut self.checkpointer else {
             return;
@@ -94,7 +93,7 @@ impl<M: LearnerModel> Lead<M> {
         }
     }
 
-    /// Returns true if the training is to end after this epoch.
+    /// Returns true if the user's early stopping ends the training after this epoch.
     pub(crate) fn ends_early(&mut self, epoch: usize) -> bool {
         let early = self.early_stopping.as_mut();
         early.is_some_and(|early| early.should_stop(epoch, &self.store))

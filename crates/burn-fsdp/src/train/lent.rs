@@ -13,24 +13,24 @@ use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 use crate::optimizer_record::emptied;
 use crate::train::lock::held;
 
-/// A model in Burn's learner during a sharded training run: the model itself before and after the run, and nothing
-/// while it is with the ranks.
+/// A model in Burn's learner during a sharded training run. It holds the model before and after the run, but not while
+/// the ranks use it.
 ///
 /// Programs need not name it: the type of the `SupervisedTraining` for
 /// [`FullySharded::launch`](crate::train::FullySharded::launch) follows from the model's.
 ///
-/// A learner does not expose its optimizer. It shows it only to the model, in [`TrainStep::optimize`], and takes the
-/// state to save from the model, with [`Module::into_record`]. So both pass through here.
+/// A learner exposes its optimizer only to its model, in [`TrainStep::optimize`], and gets the state to save from the
+/// model, with [`Module::into_record`]. Both therefore pass through this type.
 #[derive(Clone)]
 pub struct Lent<M> {
     /// `None` while the ranks have it.
     model: Option<M>,
-    /// The summary's text about the model.
+    /// The description of the model in the summary.
     text: Arc<str>,
     counter: Arc<Mutex<Counter<M>>>,
 }
 
-/// The values in transit between a learner and the ranks.
+/// Values that pass between a learner and the ranks.
 struct Counter<M> {
     /// To the ranks: the model, and the optimizer with its state.
     out: Option<(Option<M>, ModuleOptimizer)>,
@@ -38,7 +38,7 @@ struct Counter<M> {
     optimizer: Option<ModuleOptimizer>,
     /// To the learner: the record of the model for its checkpoint.
     record: Option<ModuleRecord>,
-    /// True if it has been taken.
+    /// True if the record was taken.
     is_recorded: bool,
 }
 
@@ -66,7 +66,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Takes model and optimizer out of a learner, which keeps its schedule of rates.
+    /// Takes model and optimizer out of a learner, which keeps its learning-rate schedule.
     pub(crate) fn take_from(learner: &mut Learner<Self>) -> Option<(M, ModuleOptimizer)> {
         let (model, optimizer) = Self::handed_out(learner)?;
         Self::clear(learner);
@@ -88,7 +88,7 @@ impl<M: LearnerModel> Lent<M> {
         learner.optimizer_step(GradientsParams::new());
     }
 
-    /// Returns true if a learner has passed the state to save to its checkpointers.
+    /// Returns true if a learner's checkpointers have taken the state to save.
     pub(crate) fn is_recorded(learner: &Learner<Self>) -> bool {
         learner.model().counter().is_recorded
     }
@@ -102,7 +102,7 @@ impl<M: LearnerModel> Lent<M> {
         }
     }
 
-    /// Makes a learner hand out its model and a copy of its optimizer.
+    /// Makes a learner release its model and a copy of its optimizer.
     fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
         learner.optimizer_step(GradientsParams::new());
         learner.model().counter().out.take()
@@ -112,7 +112,7 @@ impl<M: LearnerModel> Lent<M> {
         held(&self.counter)
     }
 
-    /// Changes the model, unless it is with the ranks.
+    /// Changes the model, unless the ranks have it.
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
@@ -135,7 +135,7 @@ impl<M: LearnerModel> TrainStep for Lent<M> {
         TrainStep::step(self.here(), item)
     }
 
-    /// Hands out model and optimizer, or takes an optimizer in: a learner exposes its optimizer only here.
+    /// Releases model and optimizer, or accepts an optimizer: a learner exposes its optimizer only here.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,

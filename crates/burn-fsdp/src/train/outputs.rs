@@ -30,7 +30,7 @@ impl<M: LearnerModel> Outputs<M> {
     }
 }
 
-/// The encodings of the outputs of a model's steps for other processes.
+/// The codecs for sending a model's step outputs between processes.
 pub(crate) struct Codecs<M: LearnerModel> {
     training: Codec<<M as TrainStep>::Output>,
     validation: Codec<<M as InferenceStep>::Output>,
@@ -57,14 +57,14 @@ impl<M: LearnerModel> Clone for Codecs<M> {
 
 impl<M: LearnerModel> Copy for Codecs<M> {}
 
-/// The outputs of one kind. A rank that is a thread puts its outputs where rank 0 finds them; processes send theirs to
-/// rank 0.
+/// The outputs of training or of validation on their way to rank 0. Threads store them where rank 0 finds them;
+/// processes send them.
 pub(crate) struct Channel<O> {
     /// The outputs that have arrived at rank 0, by rank.
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// `None` if ranks are threads.
     codec: Option<Codec<O>>,
-    /// The outputs of this process for rank 0, if it is another rank.
+    /// The encoded output of this process that waits to be sent to rank 0.
     waiting: Mutex<Option<Bytes>>,
 }
 
@@ -77,7 +77,7 @@ impl<O> Channel<O> {
         }
     }
 
-    /// Takes the output of a step of `rank`. It is brought to rank 0 before the rank's next step.
+    /// Stores the output of a step of `rank`, which must reach rank 0 before that rank's next step.
     pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
         match self.codec {
             Some(codec) if rank > 0 => {
@@ -89,13 +89,13 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Returns the number of bytes that wait in this process.
+    /// Returns the size in bytes of the output that waits in this process.
     pub(crate) fn waiting(&self) -> usize {
         held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
     }
 
-    /// Brings the waiting outputs of other processes to rank 0, as outputs of a step at these rates, on `device`.
-    /// `waiting` has the bytes of each process.
+    /// Sends the waiting outputs of other processes to rank 0, which decodes them on `device` with the learning rates
+    /// `rates`. `waiting` has the number of bytes in each process.
     ///
     /// Collective: one operation, or none if nothing waits, as with threads.
     pub(crate) fn bring(
@@ -142,7 +142,7 @@ impl<O> Channel<O> {
 
 type Decode<O> = fn(Bytes, &Device, Option<&ModuleLearningRate>) -> Result<TrainingItem<O>, Error>;
 
-/// The encoding of outputs as bytes, and their decoding. Rates are not in the bytes: all ranks have the same.
+/// Encodes outputs as bytes and decodes them. The bytes lack the learning rates, which are the same on all ranks.
 struct Codec<O> {
     encode: fn(TrainingItem<O>) -> Result<Bytes, Error>,
     decode: Decode<O>,
@@ -191,7 +191,7 @@ impl<O: Portable> Codec<O> {
     }
 }
 
-/// Returns the progress of an epoch.
+/// Returns the progress of an epoch: `had` items of `of`.
 pub(crate) fn progress(had: usize, of: usize) -> Progress {
     Progress::new(had, of, Some("items".to_owned()))
 }

@@ -62,7 +62,7 @@ pub trait Portable: Sized {
 #[derive(Debug, Default)]
 pub struct Parcel {
     tensors: BTreeMap<String, TensorData>,
-    /// A name under which two tensors were put.
+    /// The name of a tensor that was put in twice.
     twice: Option<String>,
 }
 
@@ -162,7 +162,7 @@ fn unreadable(error: burn_pack::Error) -> Error {
     }
 }
 
-/// Outputs of a loss, scores and targets.
+/// Implements [`Portable`] for outputs with a loss, scores and targets.
 macro_rules! portable {
     ($($output:ty)+) => {$(
         impl Portable for $output {

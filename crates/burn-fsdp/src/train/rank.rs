@@ -35,13 +35,13 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) optimizer: ModuleOptimizer,
     /// On rank 0: the optimizer with the state of whole parameters.
     pub(crate) whole: Option<ModuleOptimizer>,
-    /// The learner without its model, for its schedule of rates.
+    /// The learner without its model, for its learning-rate schedule.
     pub(crate) learner: Learner<Lent<M>>,
     pub(crate) training: Share<<M as TrainStep>::Input>,
     pub(crate) validation: Share<<M as InferenceStep>::Input>,
     pub(crate) device: Device,
     pub(crate) course: Course<M>,
-    /// On rank 0.
+    /// Rank 0's additional work; `None` on other ranks.
     pub(crate) lead: Option<Lead<M>>,
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn train<M: LearnerModel>(
     let weighted = weight.clone();
     let by_items = move |_: &str, gradient: Tensor<1>| match weighted.get() {
         1.0 => gradient,
-        // Independent of the result of the batch that does not count.
+        // Zeros, even if the gradient of the batch that does not count is not finite.
         0.0 => gradient.zeros_like(),
         weight => gradient.mul_scalar(weight),
     };
@@ -88,7 +88,7 @@ pub(crate) fn train<M: LearnerModel>(
     if course.among == Ranks::Processes {
         check_same_optimizer(&model, &optimizer)?;
         model = sync_buffers(model, BufferSync::Broadcast)?;
-        // Each process has created the tensors that no unit manages.
+        // Each process has created the tensors outside of all units itself.
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
     let parent = course.settings.scratch.as_deref();
@@ -122,8 +122,8 @@ pub(crate) fn train<M: LearnerModel>(
     Ok((model, rank.optimizer))
 }
 
-/// Rejects a model with trained parameters that no unit manages: each rank would have its own, and only one rank's are
-/// saved and returned.
+/// Rejects a model with trained parameters outside of all units: each rank would train its own copy, and only one copy
+/// is saved and returned.
 fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
     let managed = local_ids(model)?.into_iter();
     let managed = managed.flat_map(|ids| [ids.id, ids.recorded]).collect();
@@ -170,10 +170,10 @@ enum After {
     End,
 }
 
-/// A rank's message at the end of an epoch.
+/// A rank's message to the others at the end of an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct End {
-    /// True if the user's strategy ends the training here, asked on rank 0.
+    /// True on rank 0 if the user's early stopping ends the training here.
     ends: bool,
     stop: Option<Stop>,
 }
@@ -183,9 +183,9 @@ struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
     /// The device where outputs of other processes are reassembled.
     device: Device,
-    /// The rates that are compared between the schedules of processes.
+    /// The learning rates, which processes compare.
     rates: Option<Rates>,
-    /// None only while the optimizer has it.
+    /// `None` only while the optimizer has it.
     model: Option<M>,
     optimizer: ModuleOptimizer,
     learner: Learner<Lent<M>>,
@@ -214,7 +214,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         if validated == After::End {
             return Ok(After::End);
         }
-        // If a rank stopped at the end of the validation, metrics must not judge the epoch.
+        // If a rank stopped at the end of validation, do not judge the epoch by its metrics.
         if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
@@ -335,7 +335,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Takes the next batch together with the other ranks.
+    /// Agrees on the next batch with the other ranks.
     fn next<I>(&self, rounds: &mut Rounds<'_, I>, waiting: usize) -> Result<Turn<I>, Error> {
         let rates = self.rates.as_ref();
         let own = Own {
@@ -346,7 +346,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         rounds.next(self.world, own)
     }
 
-    /// Ends training on all ranks if it `ends` or is stopped on one of them.
+    /// Ends training on all ranks if any rank `ends` it or was stopped.
     fn agreed(&self, ends: bool) -> Result<After, Error> {
         let stop = Stop::of(&self.course.interrupter);
         let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;
@@ -358,7 +358,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         })
     }
 
-    /// Waits for rank 0's remaining rendering and writing, and tells the other processes whether that failed.
+    /// Waits until rank 0 has rendered and written everything, and notifies the other processes if that failed.
     fn end(&mut self) -> Result<(), Error> {
         if let Some(lead) = self.lead.take() {
             lead.end();
@@ -369,12 +369,12 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Stops this rank's loop as well, with its own loader's failure or with another rank's reason.
+    /// Stops this rank's loop because its own loader failed, or because of another rank's reason.
     fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);
         }
-        // Threads have one interrupter.
+        // All threads share one interrupter.
         if self.course.among == Ranks::Processes {
             stop.tell(rank, &self.course.interrupter);
         }

@@ -1,4 +1,4 @@
-//! The batches of all ranks in rounds, in each of which every rank runs one step.
+//! The batches of all ranks, in rounds: in each round, every rank runs one step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::train::notes::exchanged;
 use crate::train::stop::Stop;
 
-/// A rank's part of a loader's items, and the whole, from which a rank that has run out takes a batch.
+/// A rank's part of a loader's items, and all items, from which a rank without items left takes a batch.
 pub(crate) struct Share<I> {
     pub(crate) own: Arc<dyn DataLoader<I>>,
     pub(crate) all: Arc<dyn DataLoader<I>>,
@@ -47,7 +47,7 @@ pub(crate) struct Rounds<'a, I> {
     had_by_all: usize,
 }
 
-/// A rank's action in one round.
+/// A rank's part in one round.
 pub(crate) struct Round<I> {
     pub(crate) batch: I,
     /// True if the batch is this rank's own; false if the rank processes it only so that others can continue.
@@ -61,7 +61,7 @@ pub(crate) struct Round<I> {
     pub(crate) had_by_all: usize,
 }
 
-/// The ranks' agreement, and the bytes of the output that waits on each of them.
+/// The outcome of a round's agreement, and the size in bytes of the output waiting on each rank.
 pub(crate) struct Turn<I> {
     pub(crate) next: Next<I>,
     pub(crate) waiting: Vec<usize>,
@@ -72,7 +72,7 @@ pub(crate) enum Next<I> {
     Round(Round<I>),
     /// No rank has items left.
     Through,
-    /// A rank must stop, or its loader failed: the rank and the reason. On that rank, the failure is included.
+    /// A rank must stop, or its loader failed: the rank and the reason. Only that rank also has the loader's failure.
     Stopped(Option<DatasetError>, (usize, Stop)),
 }
 
@@ -102,7 +102,7 @@ impl<'a, I> Rounds<'a, I> {
         };
         let progress = self.own.progress();
         let items = match batch {
-            // A loader that counts nothing has returned at least one item.
+            // A loader that does not count its items has returned at least one.
             Some(_) => progress.items_processed.saturating_sub(self.had).max(1),
             None => 0,
         };
@@ -172,7 +172,7 @@ struct Note {
     own: Own,
 }
 
-/// A rank's message to the others about itself before a round.
+/// A rank's own state before a round, for the other ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,

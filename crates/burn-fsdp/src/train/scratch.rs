@@ -14,25 +14,25 @@ use crate::error::Error;
 const MAX_FILE_BYTES: u64 = 100 << 30;
 const MAX_TENSOR_BYTES: u64 = 10 << 30;
 
-/// A folder of files that is removed with this value.
+/// A temporary folder, removed on drop.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     folder: TempDir,
-    /// Held while the folder is in use, which allows the folders of killed processes to be recognized.
+    /// Held while the folder is in use, so the folders of killed processes can be recognized.
     _lock: Option<File>,
 }
 
-/// Name of the file that is locked in a folder.
+/// Name of the lock file in a folder.
 const LOCK: &str = "lock";
 
-/// The beginning of the names of folders.
+/// Prefix of the folders' names.
 const PREFIX: &str = "burn-fsdp-";
 
-/// The age at which a free lock counts as left behind: a younger one may be about to be taken.
+/// Minimum age of a free lock that counts as left behind; a younger one may be about to be taken.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {
-    /// Creates a folder in the one that the user named, or in the usual place for large temporary files.
+    /// Creates a folder in `parent`, or by default in the usual folder for large temporary files.
     pub(crate) fn new(parent: Option<&Path>) -> Result<Self, Error> {
         let parent = match parent {
             Some(parent) => parent.to_owned(),
@@ -55,7 +55,7 @@ impl Scratch {
         self.folder.path().join(name)
     }
 
-    /// Creates a file.
+    /// Creates a file in the folder.
     pub(crate) fn pile(&self, name: &str) -> Result<Pile, Error> {
         let path = self.path(name);
         let file = File::create(&path).map_err(failure("create", &path))?;
@@ -80,7 +80,7 @@ fn remove_left_behind(parent: &Path) {
         let made = lock.metadata().and_then(|lock| lock.modified());
         let is_old = made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > LEFT_BEHIND));
         if is_old && lock.try_lock().is_ok() {
-            // A folder that cannot be removed only takes disk space.
+            // A folder that cannot be removed only wastes disk space.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
@@ -109,7 +109,7 @@ impl Pile {
     ///
     /// # Errors
     ///
-    /// [`Error::Scratch`], also for a tensor that Burn's readers would not accept in a record.
+    /// [`Error::Scratch`] if writing fails, or for a tensor that Burn's record readers would reject.
     pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<Bytes, Error> {
         let (start, size) = (self.num_bytes, bytes.len() as u64);
         if size > MAX_TENSOR_BYTES || start.saturating_add(size) > MAX_FILE_BYTES {

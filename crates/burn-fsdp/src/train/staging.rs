@@ -63,7 +63,7 @@ fn recorded<M: Module>(model: &M, files: &Scratch) -> Result<ModuleRecord, Error
         Ok::<_, Error>(())
     };
     recorded_state(model, |tensor| {
-        // The others send in any case.
+        // After a failure, still receive what the other ranks send.
         if failure.is_none() {
             failure = add(&mut pile, tensor).err();
         }

@@ -23,7 +23,7 @@ use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
-/// Each rank's work with its shards of the trained model at the end of the training, in which all ranks take part.
+/// The function that all ranks call at the end of the training, each with its shards of the trained model.
 pub(crate) type Ending<M, T> =
     Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
 
@@ -40,9 +40,9 @@ pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
 /// The results of a training run.
 pub(crate) struct Left<T> {
-    /// The results of the ranks here, or the reason why one failed; `None` until they end.
+    /// The results of this process's ranks, or the reason why one failed; `None` until they end.
     pub(crate) outcome: Outcome<T>,
-    /// The summary's text about the model.
+    /// The description of the model in the summary.
     pub(crate) text: Arc<Mutex<String>>,
 }
 
@@ -64,7 +64,7 @@ impl<T> Clone for Left<T> {
     }
 }
 
-/// This process as one rank among others.
+/// This process as one of several ranks.
 pub(crate) struct Process<M: LearnerModel> {
     pub(crate) rank: usize,
     pub(crate) codecs: Codecs<M>,
@@ -85,7 +85,7 @@ impl<M: LearnerModel, T> Strategy<M, T> {
         }
     }
 
-    /// Returns the device of each rank, with the model's autodiff, on which all tensors of an operation must agree.
+    /// Returns each rank's device with the model's autodiff context, which all tensors of an operation must share.
     fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();
@@ -203,7 +203,7 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
     }
 }
 
-/// The contents of one learner, before they are divided among the ranks.
+/// The contents of a learner, before they are divided among the ranks.
 struct Whole<M: LearnerModel> {
     model: M,
     optimizer: ModuleOptimizer,

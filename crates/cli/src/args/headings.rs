@@ -1,4 +1,4 @@
-//! Headings of the help that several commands share.
+//! Help headings that several commands share.
 
 /// The heading of flags about ranks and devices.
 pub(super) const DEVICES: &str = "Devices and sharding";

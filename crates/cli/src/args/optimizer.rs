@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-/// The heading of numbers that only some optimizers have.
+/// The heading of hyperparameters that only some optimizers have.
 const HYPERPARAMETERS: &str = "Optimizer hyperparameters, for the optimizers that have them";
 
 #[derive(Debug, Args)]

@@ -1,14 +1,13 @@
 //! The processes below `launch`: which of them receive a signal, and which of them `launch` waits for.
 //!
 //! A training run receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
-//! receive none, and end as usual when the training run has ended. If there is no process of this program, the whole
-//! process group of the command receives the signal instead, as from a terminal. A process that loses its parent
-//! because of the signal receives it when it is seen.
+//! receive none, and end as usual when the training run has ended. If there is no process of this program, the
+//! command's whole process group receives the signal instead, as from a terminal. A process that the signal deprives of
+//! its parent receives it at the next check.
 //!
 //! A script may continue for a short time after its training run. If it takes longer, the process group receives the
-//! signal after all. A process that received the signal and continues has its own trap for it. It receives nothing more
-//! until the user sends another signal. After a second signal, all processes have a short time to end, and are then
-//! killed.
+//! signal after all. A process that survives the signal must have trapped it, and receives nothing more until the user
+//! sends another signal. After a second signal, all processes have a short time to end, and are then killed.
 
 use std::collections::HashSet;
 use std::fs;
@@ -22,22 +21,22 @@ use super::signals::Order;
 use crate::console;
 use crate::process::Process;
 
-/// The time that a script has to end after its training run was asked to end, and that all processes have to end at
-/// once. It is shorter than the time that schedulers wait between a signal and a kill.
+/// Time for a script to end after its training run was asked to end, and for all processes to end after a second
+/// signal. Schedulers wait longer between a signal and a kill.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The processes below `launch`.
 #[derive(Debug)]
 pub(super) struct Below {
-    /// The first process of the command; the process group has its number.
+    /// The id of the command's first process, and of its process group.
     first: u32,
-    /// Start time of the process, if the system reports it.
+    /// The start time of that process, if the system reports it.
     started: Option<u64>,
-    /// An entry that all their environments have.
+    /// An entry in the environment of all these processes.
     entry: String,
-    /// The order that was passed on to them.
+    /// The last order passed on to them.
     order: Option<Order>,
-    /// The processes that received the order, by number and start time.
+    /// The processes that received the order, by id and start time.
     told: HashSet<(u32, u64)>,
     /// The processes that received the order and that `launch` waits for.
     awaited: Vec<Process>,
@@ -45,9 +44,9 @@ pub(super) struct Below {
     is_group_told: bool,
     /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// The time, after the order, at which the last training run was seen to be gone.
+    /// When, after the order, no training run was left.
     over_since: Option<Instant>,
-    /// The time of the first order to end at once.
+    /// When the first order to end at once came.
     at_once_since: Option<Instant>,
     /// True once the remaining processes were killed.
     has_killed: bool,
@@ -72,7 +71,7 @@ pub(super) struct Left {
 }
 
 impl Below {
-    /// Creates the record of a command from its first process and a variable in its environment.
+    /// Creates the record for a command, with its first process and a variable in its environment.
     pub(super) fn new(first: u32, (name, value): (&str, String)) -> Self {
         Self {
             first,
@@ -94,7 +93,7 @@ impl Below {
         self.order = Some(order);
         let is_at_once = matches!(order, Order::AtOnce(_));
         if is_at_once {
-            // Tell all of them again, and wait only for training runs.
+            // Notify all of them again, and wait only for training runs.
             self.told.clear();
             self.awaited.clear();
             self.at_once_since.get_or_insert_with(Instant::now);
@@ -124,7 +123,7 @@ impl Below {
         if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;
             self.tell_group(&seen);
-            // They are in another group, and so may be the shell above them.
+            // Late processes and the shell above them may be in another group.
             late.iter().for_each(|late| self.tell(late));
         }
         if self.is_group_told {
@@ -162,7 +161,7 @@ impl Below {
             let up = std::iter::successors(parent(of), |process| parent(process));
             up.take(all.len()).take_while(|process| process.id != this)
         };
-        // If the whole group has ended, another process may have its number.
+        // If the whole group has ended, another process may have its id.
         let mut holders = all.iter().filter(|process| process.id == self.first);
         let is_ours = holders.all(|holder| Some(holder.started) == self.started);
         let is_near = |process: &Process| {
@@ -210,7 +209,7 @@ impl Below {
         left.into_iter().for_each(|left| send(SIGKILL, left));
     }
 
-    /// Returns true for a process below whose parent is not below, or no longer exists.
+    /// Returns true for a process in another process group whose parent is not below `launch`, or no longer exists.
     fn is_orphan(&self, process: &Process, seen: &Seen) -> bool {
         let is_parent = |other: &Process| other.id == process.parent;
         process.group != self.first && !seen.own.iter().chain(&seen.others).any(is_parent)
@@ -243,8 +242,8 @@ impl Below {
         }
     }
 
-    /// Passes the order on to the process group of the command, if it has a member. If the system lists no processes,
-    /// this is the only way.
+    /// Passes the order on to the command's process group, if it has a member. This is the only way if the system lists
+    /// no processes.
     fn tell_group(&mut self, seen: &Seen) {
         let Some(Order::End(signal) | Order::AtOnce(signal)) = self.order else {
             return;

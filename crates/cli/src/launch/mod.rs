@@ -71,14 +71,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The time between two checks of the processes below, while the command is ending.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
-/// The time in which a process that a command leaves behind may still become a training run: `setsid` and `nohup` leave
-/// a process that starts the next program only after they have ended.
+/// Time in which a process that the command leaves behind may still become a training run: `setsid` and `nohup` leave a
+/// process that starts the next program only after they have ended.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// The longest pause before a restart.
+/// Maximum pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The environment variable that tells the command the number of the restart.
+/// The environment variable with the number of the restart.
 pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 
 /// The placeholder for the number of ranks.

@@ -15,7 +15,7 @@ use crate::tether;
 /// group.
 pub(crate) const ONE_REQUEST: Duration = Duration::from_secs(1);
 
-/// The request that a signal makes.
+/// What a signal requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// End cleanly: the first signal.
@@ -73,7 +73,7 @@ impl Signals {
         }
     }
 
-    /// Returns true if any signal was taken.
+    /// Returns true if a signal was ever taken.
     pub(super) fn have_come(&self) -> bool {
         self.first.get().is_some()
     }

@@ -30,14 +30,14 @@ Exit code: 0 if all operations carry the same bytes on all ranks, 3 if not";
 /// The operations of a run, by rank, in the order in which they finished.
 type Run = Vec<Vec<Line>>;
 
-/// The way two runs differ in an operation.
+/// How two runs differ in an operation.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum How {
-    /// Only one run has this operation. The other has another one in its place, or none.
+    /// Only one run has this operation. The other has this different one in its place, or none.
     OtherCall(Option<String>),
-    /// A tensor that the rank sent.
+    /// The rank sent different bytes for the tensor with this index.
     Gave(usize),
-    /// A tensor that the rank received, although it sent the same bytes.
+    /// The rank received different bytes for the tensor with this index, although it sent the same bytes.
     Got(usize),
 }
 
@@ -50,7 +50,7 @@ struct Difference {
     line: Line,
 }
 
-/// Prints that two runs carry the same bytes. The first difference is returned as an error.
+/// Compares two runs, and prints a line if they carry the same bytes. Returns the first difference as an error.
 pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     let [a, b] = [&args.run_a, &args.run_b].map(|folder| read(folder));
     let (a, b) = (a?, b?);
@@ -83,12 +83,12 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     }
 }
 
-/// Returns the first operation in which a rank's runs differ. A group's operations are compared by their number,
+/// Returns the first operation in which a rank's two records differ. A group's operations are compared by their number,
 /// because operations of different groups may finish in a different order.
 fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
     let key = |line: &Line| (line.group.clone(), line.sequence);
     let mut others: HashMap<_, Vec<&Line>> = HashMap::new();
-    // Several groups may have the same name, one after the other. Here the last comes first.
+    // Successive groups may have the same name. The order is reversed, so `pop` returns the earliest.
     b.iter()
         .rev()
         .for_each(|line| others.entry(key(line)).or_default().push(line));
@@ -154,7 +154,7 @@ fn read(folder: &Path) -> Result<Run, InputError> {
     std::iter::once(Ok(first)).chain(others).collect()
 }
 
-/// Returns the number of ranks in the header of a rank's file, and the operations in the file.
+/// Reads a rank's file: the number of ranks in its header, and its operations.
 fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputError> {
     let path = folder.join(file_name(rank));
     let text = fs::read_to_string(&path).map_err(|error| unreadable(&path, error))?;
@@ -174,12 +174,12 @@ fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputErro
     Ok((header.ranks, lines.collect::<Result<_, _>>()?))
 }
 
-/// Parses the line with this number.
+/// Parses line `number` of the file.
 fn parsed<T: DeserializeOwned>(
     path: &Path,
     (line, number): (&str, usize),
 ) -> Result<T, InputError> {
-    // The parser counts lines from its own input, which is a single line.
+    // The parser sees only one line, so its own line number is useless.
     let problem = |error: serde_json::Error| {
         let text = error.to_string();
         let text = text.split(" at line ").next().unwrap_or_default();

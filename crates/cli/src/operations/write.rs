@@ -12,11 +12,11 @@ use super::line::{Header, Line, file_name};
 use crate::console;
 use crate::error::InputError;
 
-/// The warning about operations that could not be written, if there was one.
+/// The warning about operations that could not be written, once there is one.
 pub(crate) type Lost = Arc<OnceLock<String>>;
 
 /// Starts writing a line for each operation of this rank into the rank's file in the folder. Creates the folder if
-/// necessary. The first line that cannot be written causes a warning, and training continues. Returns the place of that
+/// necessary. The first line that cannot be written causes a warning, and training continues. Returns a handle to that
 /// warning, for the report.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {
     let path = folder.join(file_name(world.rank()));
@@ -48,7 +48,7 @@ pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputEr
             let path = path.display();
             let problem = format!("no more operations are written to {path}: {error}");
             console::tell(format_args!("warning: {problem}"));
-            // The warning was not set above, so this sets it.
+            // The warning is set only here.
             let _ = told.set(problem);
         }
     });

@@ -35,7 +35,7 @@ impl Preset {
         })
     }
 
-    /// Returns the longest sequence, in tokens.
+    /// Returns the maximum sequence length in tokens.
     pub(crate) fn seq(&self) -> usize {
         match self {
             Self::Gpt(config) => config.seq,
@@ -51,7 +51,7 @@ impl Preset {
         }
     }
 
-    /// Returns the same model with blocks of only a few elements.
+    /// Returns the same model with tiny dims, for a proof.
     pub(crate) fn narrow(self) -> Self {
         match self {
             Self::Gpt(config) => Self::Gpt(GptConfig {
@@ -73,7 +73,7 @@ impl Preset {
         }
     }
 
-    /// Returns the sizes that the formulas need.
+    /// Returns the model's sizes for the planning formulas.
     pub(crate) fn transformer(&self, name: &str) -> Transformer {
         match *self {
             Self::Gpt(config) => gpt(&config, &format!("gpt {name}")),

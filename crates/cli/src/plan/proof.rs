@@ -9,7 +9,7 @@ use burn_fsdp::internals::compile::{Error, prove};
 use burn_fsdp::internals::plan::TracedEstimate;
 use serde::Serialize;
 
-/// An estimate, with the requested proof.
+/// An estimate, with a proof if one was requested.
 #[derive(Serialize)]
 pub(super) struct Proved<'a> {
     #[serde(flatten)]
@@ -18,7 +18,7 @@ pub(super) struct Proved<'a> {
     pub(super) proof: Option<Proof>,
 }
 
-/// A proof of the plan, with a narrow version of the model.
+/// A proof of the plan, on a narrow version of the model.
 #[derive(Serialize)]
 pub(super) struct Proof {
     blocks: usize,
@@ -28,9 +28,9 @@ pub(super) struct Proof {
     seconds: f64,
     /// Passes that produced the plan, in order.
     passes: Vec<String>,
-    /// Operations about which the proof only assumes that equal operands give equal results.
+    /// Operations that the proof treats as opaque: it only assumes that equal operands give equal results.
     taken_as_they_are: Vec<String>,
-    /// Kernels that were compared with their composition of simple operations, on random numbers.
+    /// Kernels that were compared, on random numbers, with equivalent simple operations.
     checked_in_floats: Vec<String>,
 }
 
@@ -63,7 +63,8 @@ impl fmt::Display for Proof {
 }
 
 impl Proof {
-    /// Proves that the last of `stages` follows from the first. If it cannot, the error names the pass at fault.
+    /// Proves that the last of `stages` computes the same as the first. If it cannot, the error names the pass at
+    /// fault.
     pub(super) fn of(stages: &[Graph], blocks: usize, ranks: usize) -> Result<Self, Error> {
         let certificate = prove(stages, &Mesh::line("data", ranks)?, None)?;
         Ok(Self {

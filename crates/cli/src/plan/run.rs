@@ -26,7 +26,7 @@ use crate::{console, output};
 /// Maximum number of ranks. More ranks, like more tokens, are rejected, so no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
-/// Numbers of blocks from which larger models are extrapolated.
+/// The smaller of two numbers of blocks from which larger models are extrapolated.
 const FEW_BLOCKS: usize = 6;
 const MORE_BLOCKS: usize = 8;
 

@@ -1,4 +1,4 @@
-//! The other parts of a folder in Hugging Face's format: the tokenizer, and the tokens that end a text.
+//! The tokenizer and text-ending tokens in a Hugging Face folder, in addition to the model.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::error::InputError;
 /// The token ids in a `config.json`.
 const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
-/// The file names, or prefixes of them.
+/// Names of the files to copy, or prefixes of their names.
 const FILES: [&str; 8] = [
     "added_tokens.json",
     "chat_template.",
@@ -23,16 +23,17 @@ const FILES: [&str; 8] = [
     "vocab.",
 ];
 
-/// These files of a folder, and the token ids of its `config.json`.
+/// The copied files of a folder, and the token ids of its `config.json`.
 #[derive(Debug, Default)]
 pub(crate) struct Beside {
-    /// Sorted by name.
+    /// Names and contents, sorted by name.
     pub(crate) files: Vec<(String, Vec<u8>)>,
     ids: Vec<(&'static str, Value)>,
 }
 
 impl Beside {
-    /// Reads a folder whose model has the same sizes as this one. Token ids of another model would be wrong for it.
+    /// Reads a folder whose model must have the same sizes as `model`. Token ids of another model would be wrong for
+    /// it.
     pub(crate) fn of(model: &ModelConfig, folder: &Path) -> Result<Self, InputError> {
         let unfit = |problem: String| InputError::Beside {
             path: folder.to_owned(),
@@ -81,7 +82,7 @@ impl Beside {
         Ok(beside)
     }
 
-    /// Adds the token ids to a `config.json` that has the sizes.
+    /// Adds the token ids to a `config.json` that already has the sizes.
     pub(crate) fn complete(&self, config: &mut Value) {
         if let Some(config) = config.as_object_mut() {
             for (name, id) in &self.ids {

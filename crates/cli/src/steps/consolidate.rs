@@ -72,7 +72,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     let config = ConsolidationConfig {
         max_shard_size: args.max_shard_size,
         replace: args.overwrite,
-        // `format: pt` marks files that PyTorch can read.
+        // The default, `format: pt`, marks files that PyTorch can read.
         metadata: match table {
             Some(_) => defaults.metadata,
             None => HashMap::from([("producer".to_owned(), "burn-fsdp".to_owned())]),
@@ -90,7 +90,7 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     Ok(written.map_err(InputError::from)?)
 }
 
-/// Writes a folder with all files that a reader of Hugging Face's models needs.
+/// Writes a folder with all files that readers of Hugging Face models need.
 fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     if args.names == Some(NamesArg::Burn) {
         return Err(InputError::Excludes {
@@ -140,7 +140,7 @@ fn text_of(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
 }
 
-/// Returns the saved model, if this command knows it.
+/// Returns the configuration of the saved model, if this command supports it.
 fn model_of(step: &Step) -> Option<ModelConfig> {
     serde_json::from_value(step.index().model.clone()).ok()
 }

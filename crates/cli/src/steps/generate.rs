@@ -26,14 +26,14 @@ use crate::text::{Sample, printable};
 use crate::train::{Ranks, tokenizer_of};
 use crate::weights;
 
-/// The ranks' input for the generation.
+/// The input of the ranks that generate.
 struct Job {
     args: GenerateArgs,
     model: ModelConfig,
     adapters: Option<AdapterSizes>,
     step: Option<Step>,
     codec: TextCodec,
-    /// Tokens that end the text, from the folder of --init.
+    /// Ids of the tokens that end the text, from the --init folder.
     ends: Vec<u32>,
     prompt: Vec<i64>,
 }
@@ -55,7 +55,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
-/// Warns about settings of the folder that would make transformers choose other tokens.
+/// Warns about settings in the folder that would make transformers choose other tokens.
 fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
     let rules = ModelConfig::generation_rules(folder)?;
     if !rules.is_empty() {
@@ -145,7 +145,7 @@ impl Job {
         }
     }
 
-    /// Generates on one rank. A unit's shards are gathered around its use, and no two units are full at once.
+    /// Generates on one rank. A unit is gathered only while it is used, so at most one unit is whole at a time.
     /// Collective.
     fn generate<A: Architecture>(
         &self,
@@ -223,7 +223,7 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
     }
 }
 
-/// Returns the model of a folder in Hugging Face's format. The folder must have the model's weights.
+/// Returns the model of a Hugging Face folder, which must have the weights.
 fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
@@ -357,7 +357,7 @@ fn codec(
         }
         _ => {}
     }
-    // A step specifies its tokens.
+    // A saved step already specifies its tokens.
     let of_init = args.init.as_ref().filter(|_| step.is_none());
     let warnings = chosen.warnings(of_init.map(|_| model)).into_iter();
     for warning in warnings.filter(|_| is_first) {

@@ -10,8 +10,8 @@ use crate::error::{Failure, InputError};
 /// Maximum number of attempts to read the newest step if it is removed during reading.
 const ATTEMPTS: usize = 5;
 
-/// Reads the step at `path`, or the newest step if it is a folder of checkpoints. Starts again with the newest step if
-/// a training run that keeps only its last steps removes the step during reading.
+/// Reads the step at `path`, or the newest step if it is a checkpoint folder. If a training run removes that step
+/// during reading, starts again with the newest step.
 pub(crate) fn with_step<T>(
     path: &Path,
     mut read: impl FnMut(Step) -> Result<T, Failure>,
@@ -23,7 +23,7 @@ pub(crate) fn with_step<T>(
         let mut opened = path.to_owned();
         let result = open(&folder, is_folder, path).and_then(|step| {
             opened = step.path().to_owned();
-            // Readers report the errors of a file.
+            // Reading the step reports its errors.
             let _ = step.hold();
             read(step)
         });

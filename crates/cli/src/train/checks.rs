@@ -56,7 +56,7 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Rejects runs in which gradient sums are too small for their type.
+/// Rejects f16 reduction without loss scaling, because small gradients would become 0.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
     match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
@@ -69,7 +69,7 @@ pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Checks that the number of all tokens of the run does not overflow.
+/// Checks that the total number of tokens of the run does not overflow.
 pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
     let steps = args.training.steps.checked_add(args.training.warmup);
     steps

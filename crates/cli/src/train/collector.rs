@@ -1,4 +1,4 @@
-//! The collection of the ranks' results.
+//! Collects the ranks' results.
 
 use burn_fsdp::ProcessGroup;
 
@@ -9,9 +9,9 @@ use crate::train::outcome::RankOutcome;
 
 /// The channel through which results reach the process that reports.
 pub(crate) enum Collector {
-    /// Threads: their results are already in that process.
+    /// Threads: the results are already in the reporting process.
     Threads,
-    /// Processes: a group with a deadline that allows for a save.
+    /// Processes: a group whose deadline allows for a save.
     Processes(ProcessGroup),
 }
 
@@ -26,8 +26,8 @@ impl Collector {
         Ok(Self::Processes(group))
     }
 
-    /// Returns the results that this rank passes on. If ranks are threads, these are its own. If each rank is a
-    /// process, rank 0 gets the results of all ranks and the others get none. Collective.
+    /// Returns the results to report in this process. If ranks are threads, these are the rank's own. If each rank is a
+    /// process, rank 0 gets the results of all ranks, and the others get none. Collective.
     pub(crate) fn collect(&self, own: RankOutcome) -> Result<Vec<RankOutcome>, RankError> {
         let Self::Processes(group) = self else {
             return Ok(vec![own]);

@@ -46,7 +46,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     /// Number of traces so far, and peak bytes of full parameters and gradients in the latest traced graph.
     unsharded: Option<(usize, usize)>,
     gradients: Gradients,
-    /// Only the loss, for held-out text.
+    /// The compiled loss for held-out text.
     loss: Evaluation<Tokens, Tensor<1>>,
     /// Units that are recomputed in backward to meet the memory budget.
     recomputed: Vec<String>,
@@ -56,16 +56,16 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     adapters: Option<Adapters>,
 }
 
-/// Information from the last step about its gradients.
+/// The gradient norm and loss scale of the last step.
 struct Gradients {
-    /// The gradient norm, if it is not finite and the run stops because of that.
+    /// The gradient norm, if it is not finite and the run must therefore stop.
     norm_not_finite: Option<f64>,
     /// The loss scale to be saved, if the loss is scaled.
     scaler: Option<LossScaler>,
 }
 
-/// Returns the mode, with the configuration's sharding and passes, and the units that are recomputed to keep a step
-/// within its memory budget.
+/// Returns the compile mode for the configuration, and the units that must be recomputed to keep a step within its
+/// memory budget.
 fn mode<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
@@ -93,7 +93,7 @@ fn mode<A: Architecture>(
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
         _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,
     };
-    // Has no effect for an optimizer that owns no parameters.
+    // No effect for an optimizer that needs no whole parameters.
     let mode = mode.one_owner(config.optimizer.owned());
     let Some(budget) = config.step.memory_budget else {
         return Ok((mode.options(options), Vec::new()));
@@ -177,7 +177,7 @@ fn prove<A: Architecture>(
                 Ok(certify_at(real, small, batches, mode)?)
             });
             match proved {
-                // At other shapes, no dims may have the same size by coincidence.
+                // Dims of equal size by coincidence may be the cause; another shape may avoid this.
                 Err(RankError::Compiled(error)) if matches!(*error, Error::Proof(_)) => {
                     refused.get_or_insert(RankError::Compiled(error));
                     None
@@ -201,8 +201,7 @@ fn prove<A: Architecture>(
     Ok(certificates)
 }
 
-/// Creates the model to train, with its adapters. The sizes must be valid. Burn draws the adapters' factors. Everything
-/// is lazy.
+/// Lazily creates the model to train, with its adapters. The sizes must be valid. Burn draws the adapters' factors.
 fn lazy<A: Architecture>(
     sizes: A,
     adapters: Option<AdapterSizes>,

@@ -1,4 +1,4 @@
-//! The configuration of a training run, complete and valid. Later stages need not handle errors in the user's input.
+//! The configuration of a training run, complete and valid: later stages need not handle errors in the user's input.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -96,7 +96,7 @@ pub(crate) struct Sharding {
     pub(crate) strategy: Strategy,
     /// Number of copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
-    /// True if each machine gets one of the copies.
+    /// True if each machine gets one copy of the shards.
     pub(crate) is_by_host: bool,
     pub(crate) prefetch: Option<usize>,
     /// Minimum number of parameters in a unit; if `None`, the blocks are the units.
@@ -124,7 +124,7 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
-    /// Maximum size of a rank's compiled step in bytes.
+    /// Memory budget of a compiled step, in bytes per rank.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
     pub(crate) is_certified: bool,
@@ -198,7 +198,7 @@ impl TrainConfig {
             step,
             is_compiled: args.training.compile,
             checkpoints,
-            // Clocks do not count further, and no rank waits that long.
+            // A longer deadline could overflow a clock, and no rank waits that long.
             deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
             check,
             fault,
@@ -213,12 +213,12 @@ impl TrainConfig {
         })
     }
 
-    /// Returns the saved step that the run resumes from, if it does not start fresh.
+    /// Returns the saved step that the run resumes from; `None` for a fresh run.
     pub(crate) fn resumed(&self) -> Option<&Resumed> {
         self.checkpoints.as_ref()?.resumed()
     }
 
-    /// Returns the maximum duration of a save.
+    /// Returns the maximum duration of a save; zero if the run has no checkpoint folder.
     pub(crate) fn save_deadline(&self) -> Duration {
         let checkpoints = self.checkpoints.as_ref();
         checkpoints.map_or(Duration::ZERO, |checkpoints| checkpoints.save_deadline)
@@ -230,7 +230,7 @@ impl TrainConfig {
         stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
-    /// Returns the number of all steps, including unmeasured ones.
+    /// Returns the total number of steps, including unmeasured ones.
     pub(crate) fn num_steps(&self) -> usize {
         self.warmup + self.steps
     }
@@ -295,8 +295,8 @@ impl TrainConfig {
     }
 }
 
-/// Returns true if a resumed run does not use `--init`. A run with adapters uses its weights, and a folder may specify
-/// the model's sizes and tokenizer.
+/// Returns true if a resumed run makes no use of `--init`. A run with adapters uses the weights, and a folder may
+/// specify the model's sizes and tokenizer.
 fn is_init_idle(args: &TrainArgs, adapters: Option<AdapterSizes>) -> bool {
     let path = args.model.init.as_ref();
     path.is_some_and(|path| adapters.is_none() && !path.is_dir())

@@ -5,7 +5,7 @@ use std::error::Error;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (800, 480);
-/// Each point of the line is a mean over this fraction of the losses. A thin line below it shows every loss.
+/// Each point of the line is a mean over about `losses.len() / MEANS` losses. A thin line below it shows every loss.
 const MEANS: usize = 25;
 
 /// Draws an SVG with the losses of the steps from `first_step` on, and the evaluations, if there are any.
@@ -33,7 +33,7 @@ fn draw_into(
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| {
         (low.min(loss), high.max(loss))
     });
-    // Without any number, the frame is still drawn.
+    // Without any losses, the frame is still drawn.
     let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
     // A flat line also needs some height.
     let margin = (0.05 * (high - low)).max(0.01);

@@ -32,11 +32,11 @@ pub(crate) struct Text {
     /// The text as a tokenizer's tokens, if it is not read as bytes.
     tokens: Option<TokenText>,
     pub(crate) codec: TextCodec,
-    /// The flags of the run's own files inside the text, which are excluded from it.
+    /// The flags of the run's own files inside the text; these files are excluded from it.
     own: Vec<&'static str>,
     /// Number of saved steps of other runs inside the text, which are excluded from it.
     num_steps: usize,
-    /// Warnings about the text's tokens.
+    /// Warnings about the tokenized text.
     warnings: Vec<String>,
 }
 
@@ -140,7 +140,7 @@ fn first_of(unread: &Unread) -> String {
     )
 }
 
-/// Returns warnings about text that the tokenizer cannot represent.
+/// Returns warnings if the tokenizer cannot represent parts of the text.
 fn unlike_the_text(tokens: &TokenText) -> Vec<String> {
     let warnings = [
         (

@@ -146,8 +146,8 @@ impl<'a, A: Architecture> Eager<'a, A> {
         Ok((own_loss, accumulator.grads()))
     }
 
-    /// Returns the model after the optimizer's step. Returns it unchanged if gradients overflowed, or if the norm is
-    /// not finite and the run should stop in this case.
+    /// Steps the optimizer and returns the updated model. Returns the model unchanged if gradients overflowed, or if
+    /// the norm is not finite and the run must stop in that case.
     fn update(
         &mut self,
         step: usize,
@@ -206,7 +206,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
     }
 
     fn staged(&self) -> Result<[usize; 2], RankError> {
-        // This is called around each step. If nothing is copied, there is no need to walk the module.
+        // Called around each step, so do not walk the module if nothing is copied.
         if self.device.clone().without_autodiff() == Device::flex() {
             return Ok([0, 0]);
         }

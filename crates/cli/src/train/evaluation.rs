@@ -15,15 +15,15 @@ use crate::train::share;
 struct Part {
     /// The row numbers, counted over all batches. All parts of one batch have the same number of rows.
     rows: Range<usize>,
-    /// False for rows that are only evaluated because all ranks must gather together.
+    /// False for rows that this rank evaluates only because all ranks must gather together.
     counts: bool,
 }
 
 /// Computes the mean loss per token of the held-out text, over at most the configured number of batches. Returns `None`
 /// if there is no held-out text. Each token counts once.
 ///
-/// All ranks evaluate the same number of batches with the same shapes, but different rows, because every gather needs
-/// all of them.
+/// All ranks evaluate the same number of batches with the same shapes, because every gather needs all of them. The rows
+/// differ.
 pub(crate) fn evaluate(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -57,7 +57,7 @@ pub(crate) fn evaluate(
 }
 
 /// Divides `whole` rows into batches for `ranks` ranks, and returns the parts of one rank. Whole batches are divided as
-/// in training, the remaining rows into equal parts, and the rest of these one row per rank.
+/// in training. The remaining rows are divided equally, and any leftover rows go to one rank each.
 fn parts(whole: usize, batch: usize, (rank, ranks): (usize, usize)) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut start = 0;

@@ -9,15 +9,15 @@ use burn_fsdp::internals::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendez
 use crate::error::RankError;
 use crate::train::ranks::Ranks;
 
-/// The way in which the ranks meet to save.
+/// How the ranks meet to save.
 ///
-/// It is separate from the training's process groups. A disk may therefore take longer than ranks wait for each other
-/// in a step, and a failed save does not affect the training.
+/// This rendezvous is separate from the training's process groups. A disk may therefore take longer than ranks wait for
+/// each other in a step, and a failed save does not affect the training.
 #[derive(Debug)]
 pub(crate) enum Meeting {
-    /// The ends of a rendezvous of threads, one for each rank to take. It is not a process group isolated from the
-    /// training's: a failure of the training would also end such a group, and with it the current save. Here, a failed
-    /// rank still writes its part of the previous step, from which the next run resumes.
+    /// One end of a thread rendezvous for each rank. A process group would also end, and with it the current save, if
+    /// training failed. With this rendezvous, a failed rank still writes its part of the previous step, from which the
+    /// next run resumes.
     Threads(Mutex<Vec<Option<ThreadRendezvous>>>),
     /// A group isolated from the training's groups, with this deadline. Processes have no other way to meet. If
     /// training fails, the current save ends, and the previous step remains.
@@ -33,7 +33,7 @@ impl Meeting {
         Self::Threads(Mutex::new(ends.map(Some).collect()))
     }
 
-    /// Takes the end of a rank of `world`, at most once per rank. Collective if ranks are processes.
+    /// Takes this rank's end of the rendezvous, at most once per rank. Collective if ranks are processes.
     pub(crate) fn end_of(&self, world: &ProcessGroup) -> Result<Box<dyn Rendezvous>, RankError> {
         match self {
             Self::Threads(ends) => {

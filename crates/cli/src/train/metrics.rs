@@ -28,7 +28,7 @@ pub(crate) struct StepLine {
     pub(crate) eval_loss: Option<f64>,
 }
 
-/// The destination of the lines, if there is one.
+/// The metrics file, if there is one.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics(Option<Open>);
 
@@ -36,7 +36,7 @@ pub(crate) struct Metrics(Option<Open>);
 struct Open {
     path: PathBuf,
     file: File,
-    /// The end of the last complete line; `None` for a pipe or a terminal, which has no length.
+    /// The end of the last complete line; `None` for a pipe or a terminal.
     end: Option<u64>,
     /// True if the user was warned about lost lines.
     has_failed: bool,
@@ -80,8 +80,7 @@ impl Metrics {
 
 impl Open {
     fn new(path: &Path, first_step: usize) -> io::Result<Self> {
-        // The file is not truncated when it is opened: a run that dies between that and the first line would lose all
-        // older lines.
+        // Opening must not truncate the file: a run that dies before its first line would lose all older lines.
         let mut options = OpenOptions::new();
         let file = options.append(true).create(true).open(path)?;
         let mut end = None;

@@ -3,9 +3,8 @@
 //! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `own_files`,
 //!   `schedule`, `settings`, `fault`, `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
-//! - `rank`: the loop of one rank around its `trainer`, which is `eager` or `compiled`. Neither of these knows the
-//!   other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`, `metrics`,
-//!   `trace`).
+//! - `rank`: the loop of one rank around its `trainer`, which is `eager` or `compiled`; these two are independent
+//!   (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`, `metrics`, `trace`).
 //! - `outcome`: the result of one rank. `collector`: passes all results to the process that reports.
 //! - `report` (`utilization`), `summary`, `curve`: the results of all ranks, as JSON, text and a drawing.
 

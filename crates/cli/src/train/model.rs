@@ -70,7 +70,7 @@ pub(crate) fn shard<A: Architecture>(
         .strategy(sharding.strategy)
         .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
-    // If every rank has all parameters whole, there is nothing to own.
+    // If every rank has all parameters whole, no owner is needed.
     let owned = config.optimizer.owned();
     if sharding.strategy != Strategy::NoShard && !owned.is_empty() {
         policy = policy.one_owner(owned);
@@ -84,7 +84,7 @@ pub(crate) fn shard<A: Architecture>(
     Ok(fully_shard(model, mesh, policy)?)
 }
 
-/// Returns the patterns for the units.
+/// Returns the path patterns of the modules that become units.
 fn units<A: Architecture, M: Module>(config: &TrainConfig, model: &M) -> Vec<String> {
     match config.sharding.unit_size {
         None => vec![A::BLOCKS.to_owned()],

@@ -11,7 +11,7 @@ use burn_fsdp::{Mesh, catch};
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 
-/// Returns the optimizer without state. It seals the state that it creates.
+/// Returns the optimizer without state. It keeps checksums of the state that it creates.
 pub(crate) fn fresh(config: &TrainConfig) -> ModuleOptimizer {
     config.optimizer.sealed().into()
 }

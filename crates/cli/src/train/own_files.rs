@@ -21,7 +21,7 @@ pub(crate) struct OwnFiles {
     around: Vec<PathBuf>,
     /// The files that receive the run's output.
     streams: Vec<FileId>,
-    /// True once such a file was found in the text.
+    /// True once one of these files was found in the text.
     has_met_stream: Cell<bool>,
     /// Number of saved steps of other runs that were found.
     num_steps: Cell<usize>,

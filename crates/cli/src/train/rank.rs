@@ -19,7 +19,7 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Returns the user's options after a non-finite number.
+/// Returns advice for the user after a non-finite number.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
     match on_not_finite {
         NotFinite::Stop => {
@@ -76,7 +76,7 @@ pub(crate) fn train(
     };
     let trained = run.train(trainer.as_mut(), &mut observers, &mut result);
     if trained.is_err() && config.ranks.are_processes() {
-        // The other ranks are notified only after this. Skip waiting for a save in which they can no longer take part.
+        // The other ranks are notified only after this. Do not wait for a save in which they no longer take part.
         std::mem::forget(observers.saving.take());
     }
     trained?;
@@ -113,7 +113,7 @@ pub(crate) fn train(
     Ok(result)
 }
 
-/// Returns the operations per second that matrix products reach, if they are to be measured. Collective.
+/// Measures the operations per second of matrix products, if the run is to measure them. Collective.
 fn products(config: &TrainConfig, world: &ProcessGroup) -> Result<Option<f64>, RankError> {
     match config.measures_limits {
         true => Ok(Some(
@@ -123,7 +123,7 @@ fn products(config: &TrainConfig, world: &ProcessGroup) -> Result<Option<f64>, R
     }
 }
 
-/// Prints the size of the text, and warnings about it. The report would be too late to stop the run.
+/// Prints the size of the text, and warnings about it, before the run rather than in the report.
 fn tell_of_data(config: &TrainConfig) {
     if !config.json {
         console::tell(&config.data);
@@ -175,8 +175,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the step to trace. This is the first measured step, but not one of the run's first two steps, which do
-    /// preparations, unless there are no others.
+    /// Returns the step to trace: the first measured step, but not one of the run's first two steps, which include
+    /// setup, unless there are no others.
     fn traced_step(&self, first_step: usize) -> Option<usize> {
         self.config.trace.as_ref()?;
         let last = self.config.num_steps().checked_sub(1)?;

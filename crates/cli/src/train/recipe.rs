@@ -16,9 +16,9 @@ use serde_json::{Map, Value, json};
 use crate::args::{OptimizerArgs, OptimizerName, TrainArgs};
 use crate::error::InputError;
 
-/// Name of the setting for the optimizer that a step was trained with.
+/// Name of the setting that identifies the optimizer of a step.
 pub(crate) const OPTIMIZER: &str = "--optimizer";
-/// Name of the setting for the parameters without weight decay.
+/// Name of the setting for parameters without weight decay.
 pub(crate) const NO_DECAY: &str = "--no-decay";
 /// The pattern for all one-dimensional parameters.
 const VECTORS: &str = "vectors";
@@ -34,7 +34,7 @@ pub(crate) struct Recipe {
     members: Vec<Member>,
 }
 
-/// The hyperparameters of an optimizer. Those that it does not have are not used.
+/// The hyperparameters of an optimizer. Those that it does not have are ignored.
 #[derive(Debug, Clone, Copy)]
 struct Numbers {
     beta1: f32,
@@ -55,7 +55,7 @@ struct Member {
 }
 
 impl Numbers {
-    /// Returns an optimizer's defaults.
+    /// Returns the default hyperparameters of an optimizer.
     fn of(name: OptimizerName) -> Self {
         use OptimizerName::{Adam, Adamw, Adan, Lion, Muon, Rmsprop, Sgd};
         Self {
@@ -220,12 +220,12 @@ impl Recipe {
         })
     }
 
-    /// Returns the optimizers.
+    /// Returns the optimizers of all groups of parameters.
     pub(crate) fn groups(&self) -> OptimizerGroups {
         self.joined(false)
     }
 
-    /// Returns the optimizers, with seals on the state that they keep.
+    /// Returns the same optimizers with checksums on the state that they keep.
     pub(crate) fn sealed(&self) -> OptimizerGroups {
         self.joined(true)
     }
@@ -253,7 +253,7 @@ impl Recipe {
         groups
     }
 
-    /// Adds an optimizer for a group, or starts a list with it.
+    /// Adds an optimizer for a group of parameters to `groups`, or creates the list.
     fn with(
         &self,
         groups: Option<OptimizerGroups>,
@@ -288,7 +288,7 @@ impl Recipe {
         owned.map(|member| member.path.as_str()).collect()
     }
 
-    /// Returns the number of values that are kept for each element of a parameter.
+    /// Returns the number of values that the optimizer keeps for each element of a parameter.
     pub(crate) fn values_of(&self, path: &str) -> usize {
         match self.name {
             OptimizerName::Muon => match self.owned().contains(&path) {
@@ -303,7 +303,7 @@ impl Recipe {
         }
     }
 
-    /// Returns the number of values that are kept for all parameters of the model.
+    /// Returns the number of values that the optimizers keep for all parameters of the model.
     pub(crate) fn num_values(&self) -> usize {
         let members = self.members.iter();
         members
@@ -340,7 +340,7 @@ impl Recipe {
     }
 }
 
-/// Returns the optimizer of a group together with the others. Seals its state if requested.
+/// Adds an optimizer for `members` to `groups`, or creates the list. Seals its state if `seals`.
 fn put(
     optimizer: impl Optimizer,
     (groups, members, seals): (Option<OptimizerGroups>, ParamGroup, bool),
@@ -372,7 +372,7 @@ fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
     table.collect()
 }
 
-/// Returns the paths that match these patterns.
+/// Returns the paths of the parameters that these patterns exempt from weight decay.
 fn undecayed(
     patterns: &[String],
     table: &[(ParameterSpec, bool)],

@@ -77,7 +77,7 @@ pub(crate) struct Report {
     pub(crate) failures: Vec<String>,
 }
 
-/// The times of the measured steps.
+/// Durations of the measured steps, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct StepMillis {
     pub(crate) median: f64,

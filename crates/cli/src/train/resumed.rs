@@ -15,14 +15,14 @@ use crate::train::settings::Settings;
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,
-    /// Damaged steps that were skipped. The run replaces them when it reaches their numbers.
+    /// Numbers of damaged steps that were skipped. The run replaces these steps when it reaches them.
     pub(crate) skipped: Vec<u64>,
     /// Warnings to the user.
     pub(crate) warnings: Vec<String>,
 }
 
 impl Resumed {
-    /// Returns the number of steps completed before.
+    /// Returns the number of steps completed before this run.
     pub(crate) fn first_step(&self) -> usize {
         usize::try_from(self.step.index().training.step).unwrap_or(usize::MAX)
     }

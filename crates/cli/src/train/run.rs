@@ -102,7 +102,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
 }
 
-/// An input problem that a rank of this process met.
+/// An input error that a rank of this process met.
 static INPUT_PROBLEM: OnceLock<String> = OnceLock::new();
 
 /// The initial state of this process's ranks.
@@ -112,7 +112,7 @@ struct Start {
     origin: Instant,
 }
 
-/// Runs one rank, and returns the results that it passes on.
+/// Runs one rank, and returns the results to report in this process.
 fn run_rank(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -142,7 +142,7 @@ fn run_rank(
             None => begin_files(config).map_err(Box::new)?,
         };
     }
-    // The clocks of processes have no other common point.
+    // Processes have no other common point in time.
     let origin = match are_processes {
         true => Instant::now(),
         false => start.origin,
@@ -153,11 +153,11 @@ fn run_rank(
     collector.collect(outcome)
 }
 
-/// Returns `result`. For an input error, which all ranks find, first waits until all ranks have it, so that none sees
-/// another's failure earlier. Collective in that case.
+/// Returns `result`. If it is an input error, which all ranks find, first waits until all ranks have it, so no rank
+/// sees another's failure earlier. Collective in that case.
 fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result<T, RankError> {
     if result.as_ref().is_err_and(RankError::is_input) {
-        // A failure of the barrier changes nothing.
+        // If the barrier fails, the result stays the same.
         let _ = world.barrier("an error that all have found");
     }
     result
@@ -174,7 +174,7 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
 static ENDED_BY: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
 /// Ends this process by the signal that ended its run, if nothing was saved. The process has removed its files, and
-/// should look as if the signal had had its default effect.
+/// ends as if the signal had had its default effect.
 fn end_by_signal(config: &TrainConfig) {
     if config.checkpoints.is_none() && config.is_stopped() {
         let signal = ENDED_BY.load(Ordering::Relaxed) as i32;
@@ -185,8 +185,8 @@ fn end_by_signal(config: &TrainConfig) {
 }
 
 /// Registers signal handlers. A first signal ends the run after its step and a save. A second signal or SIGQUIT ends it
-/// at once with exit code 1. Without a folder for checkpoints, the run only has the files of `--offload` to remove.
-/// Without these files as well, signals keep their default effect.
+/// at once with exit code 1. A run without a checkpoint folder only removes the files of `--offload`. Without these
+/// files as well, signals keep their default effect.
 ///
 /// A process started by a launcher may receive one request several times: from the launcher, as a member of a group,
 /// and from a scheduler that signals all processes of a job. A second signal has no effect there. The launcher ends

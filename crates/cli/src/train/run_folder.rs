@@ -25,19 +25,19 @@ use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// Maximum delay until a file from another machine becomes visible.
+/// Maximum delay until a file from another machine is visible.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The time for which a restarted run waits for the end of the previous run.
+/// Time for which a restarted run waits for the end of the previous run.
 const AFTER_RESTART: Duration = Duration::from_secs(300);
 
-/// The time between two checks for the file.
+/// Time between two checks for rank 0's file in the folder.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The values that a step is compared with before a run resumes from it: the model, its adapters, and the settings.
 type RunState<'a> = (&'a ModelConfig, Option<AdapterSizes>, &'a Settings);
 
-/// The state of the folder that rank 0 found, for other processes.
+/// Rank 0's findings about the folder, for other processes.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Found {
     /// Name of a file in the folder that exists until all processes have looked for it.
@@ -55,8 +55,7 @@ pub(crate) struct CheckpointConfig {
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,
-    /// The saved step that the run resumes from, if it does not start fresh. Not yet set in a process that must learn
-    /// it from rank 0.
+    /// The saved step that the run resumes from; `None` for a fresh run. Unset until a process has it from rank 0.
     resumed: OnceLock<Option<Resumed>>,
     /// True if existing steps must be removed.
     pub(crate) overwrite: bool,

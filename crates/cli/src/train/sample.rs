@@ -1,4 +1,4 @@
-//! The text that shows what the model has learned in a run.
+//! The text that a run generates after training, to show what the model has learned.
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp_models::{LanguageModel, TokenStream};
@@ -19,7 +19,7 @@ pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
 /// Returns the start of the held-out text and the text that the model adds; `None` if no sample is requested, or if the
 /// model outputs no valid numbers.
 ///
-/// All ranks run the sharded model together and continue with rank 0's choice.
+/// Collective: all ranks run the sharded model together, and continue with rank 0's token.
 pub(crate) fn generate<M: LanguageModel>(
     model: &M,
     config: &TrainConfig,

@@ -1,4 +1,4 @@
-//! The saves of a run: their times and their contents.
+//! The saves of a run: when they happen, and what they contain.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -28,7 +28,7 @@ pub(crate) struct Saving<'a> {
     pub(crate) warnings: Vec<String>,
     /// True once the user was warned about a saved step with a non-finite number.
     has_told_not_finite: bool,
-    /// The save failures that recurred after their warning, and their counts.
+    /// Save failures that recurred after their warning, with counts.
     again: BTreeMap<String, usize>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Saving<'a> {
 struct Contents<'a> {
     config: &'a TrainConfig,
     checkpoints: &'a CheckpointConfig,
-    /// Number of steps to keep in the latest save.
+    /// Number of newest steps to keep, including the current save; all if `None`.
     keep_last: Option<NonZeroUsize>,
 }
 
@@ -93,8 +93,8 @@ impl<'a> Saving<'a> {
 
     /// Starts to save the state after `steps` steps. Training continues in the meantime.
     ///
-    /// If the previous save is not complete, this waits for it, but for less time than ranks wait for each other. After
-    /// that time, the save is skipped, or it is done at the end if it is the last.
+    /// Waits for a previous save that is not complete, but for less time than ranks wait for each other. After that,
+    /// the save is skipped, or done at the end if it is the last.
     ///
     /// Collective: all ranks call it at the same point, and agree on the outcome.
     pub(crate) fn start(
@@ -106,10 +106,10 @@ impl<'a> Saving<'a> {
         let offered = self.saves.offer(trainer.snapshot()?);
         self.tell();
         let offered = offered?;
-        // Only the next step shows whether a step gives finite losses, so the step before the newest is also kept.
+        // Only the next step shows whether a step has finite losses, so the step before the newest is also kept.
         let least = |keep: NonZeroUsize| keep.max(NonZeroUsize::MIN.saturating_add(1));
         self.contents.keep_last = self.contents.checkpoints.keep_last.map(least);
-        // A step whose loss was not finite, if this does not end the run, does not replace older ones.
+        // A step whose loss is not finite must not replace older ones.
         if !has_finite_loss {
             self.contents.keep_last = None;
         }
@@ -147,10 +147,10 @@ impl<'a> Saving<'a> {
         self.tell();
     }
 
-    /// Waits for the last save. If it fails and was a save of the last step, it is retried once. Returns the newest
-    /// saved step, and a message if the last save failed.
+    /// Waits for the last save, and retries it once if it is of the last step and fails. Returns the newest saved step,
+    /// and a message if the last save failed.
     ///
-    /// Uses no collectives of the training, because a disk may take long.
+    /// Uses no collectives of the training, because a disk may be slow.
     pub(crate) fn finish(
         &mut self,
         steps: usize,

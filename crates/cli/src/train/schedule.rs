@@ -15,9 +15,9 @@ pub(crate) struct Schedule {
     /// The highest learning rate.
     peak: f64,
     shape: LrSchedule,
-    /// Steps of the rise.
+    /// Number of steps over which the rate rises.
     rise: usize,
-    /// Number of all steps.
+    /// Total number of steps of the run.
     total: usize,
 }
 

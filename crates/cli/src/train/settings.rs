@@ -12,7 +12,7 @@ use crate::error::InputError;
 use crate::train::data::Data;
 use crate::train::recipe::{NO_DECAY, OPTIMIZER, Recipe};
 
-/// Name of the section of a saved step.
+/// Name of the settings' section in a saved step.
 const SECTION: &str = "settings";
 
 /// Name of the setting that identifies the training data.
@@ -39,7 +39,7 @@ pub(crate) struct Division {
     pub(crate) ranks: usize,
 }
 
-/// The settings by flag, as specified or by default, and the tokenizer as earlier versions saved it.
+/// The settings by flag, as given or by default, and the tokenizer as earlier versions saved it.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>, Value);
 
@@ -182,7 +182,7 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         clip_grad_norm,
         precision,
         reduce_dtype,
-        // It ends a run or lets it continue, and changes no number before that.
+        // Only decides whether a run ends, and changes no number before that.
         nan: _,
         // The same operations, run twice.
         activation_checkpointing: _,

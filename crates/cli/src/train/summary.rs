@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::train::report::Report;
 
-/// Size of a parameter with 32 bits in bytes.
+/// Bytes of a 32-bit parameter.
 const PARAMETER_BYTES: usize = 4;
 const MIB: f64 = (1 << 20) as f64;
 

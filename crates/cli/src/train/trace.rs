@@ -46,8 +46,7 @@ impl Phases {
     }
 }
 
-/// Creates the events of a rank of the eager engine. Time between operations counts as computation in the phase to
-/// which it belongs.
+/// Creates the events of a rank of the eager engine. Time between operations counts as computation in its phase.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
@@ -146,7 +145,7 @@ pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     events
 }
 
-/// Returns the contents of a trace file: the events of all ranks, sorted by time after the names.
+/// Returns the contents of a trace file: names first, then the events of all ranks by time.
 pub(crate) fn file(mut events: Vec<Value>) -> String {
     let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
     events.sort_by(|a, b| time(a).total_cmp(&time(b)));

@@ -30,8 +30,8 @@ pub(crate) trait Trainer {
     /// Computes the mean loss on the held-out text; `None` if there is none.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// Returns the gradient norm of the last step, if it is not finite and the run must stop because of that. The
-    /// update was skipped, or produced non-finite values.
+    /// Returns the gradient norm of the last step, if it is not finite and the run must therefore stop. The update was
+    /// skipped, or produced non-finite values.
     fn norm_not_finite(&self) -> Option<f64> {
         None
     }
