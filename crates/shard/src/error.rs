@@ -58,7 +58,7 @@ pub enum Error {
         path: String,
         /// This rank.
         rank: usize,
-        /// The other one.
+        /// The other rank.
         peer: usize,
     },
     /// A parameter for which Burn would record a shard.
@@ -94,7 +94,7 @@ pub enum Error {
          `replicate` once per module, children before parents"
     )]
     AlreadySharded {
-        /// One of the units.
+        /// One of these units.
         unit: String,
     },
     /// An ignore pattern that matches a sharded parameter.
@@ -106,12 +106,12 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// A group size to which full weights cannot be resharded.
+    /// A group size to which full weights cannot be resharded after forward.
     #[error(
         "cannot reshard to groups of {got} ranks; choose a divisor of the {ranks} ranks of the shard axis"
     )]
     ReshardTo {
-        /// The given number of ranks in a group.
+        /// The requested number of ranks per group.
         got: usize,
         /// Ranks of the shard axis.
         ranks: usize,
@@ -131,9 +131,9 @@ pub enum Error {
     /// Two fields that cannot share a parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
-        /// The path seen first.
+        /// Path of the first field.
         first: String,
-        /// The path seen second.
+        /// Path of the field that cannot share its parameter.
         second: String,
         /// The reason that the fields cannot share the parameter, and the remedy.
         problem: &'static str,
@@ -156,13 +156,13 @@ pub enum Error {
          `ShardPolicy::offload_to` to keep shards on the host"
     )]
     Backends {
-        /// The path seen first.
+        /// Path of the first parameter.
         first: String,
-        /// The first path on another backend.
+        /// Path of the first parameter on another backend.
         second: String,
-        /// The device of the first.
+        /// The device of the parameter `first`.
         expected: String,
-        /// The device of the second.
+        /// The device of the parameter `second`.
         got: String,
     },
     /// A parameter of an element type that cannot be reduced.
@@ -259,7 +259,7 @@ pub enum Error {
          or call backward before the next forward"
     )]
     Consumed,
-    /// A child that was sharded over a different process group from its parent.
+    /// A child that was sharded over a different process group than its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, but its parent over `{expected}`; shard a module and its children \
          over the same group"
@@ -296,9 +296,9 @@ pub enum Error {
          dropout and other random numbers outside, or run each rank as a process"
     )]
     Recomputed {
-        /// An element of the first output.
+        /// An element of the first run's output.
         first: f32,
-        /// The same element of the second.
+        /// The same element of the second run's output.
         second: f32,
     },
     /// A wrong number of bytes read for a tensor.
@@ -333,11 +333,11 @@ pub enum Error {
          make `visit` and `map` name the same parameters in the same order"
     )]
     Names {
-        /// Position in module order.
+        /// Position of the parameter in module order.
         index: usize,
-        /// Path before.
+        /// Path before sharding.
         expected: String,
-        /// Path after.
+        /// Path after sharding.
         got: String,
     },
     /// An option with an invalid value.
@@ -357,7 +357,7 @@ pub enum Error {
          `NonFinite::Scale`"
     )]
     NonFiniteNorm {
-        /// The norm.
+        /// The computed norm.
         norm: f64,
         /// This rank.
         rank: usize,
@@ -382,7 +382,7 @@ pub enum Error {
          AdamW, AdaGrad, RMSProp, Lion, Adan) and clip with `clip_grad_norm`"
     )]
     WholeTensors {
-        /// The first such parameter.
+        /// Path of the first such parameter.
         path: String,
     },
     /// An optimizer that panicked on a shard before its trial was complete.
@@ -392,9 +392,9 @@ pub enum Error {
          parameter to one rank with `ShardPolicy::one_owner([\"**\"])`"
     )]
     Untried {
-        /// The parameter.
+        /// Path of the parameter.
         path: String,
-        /// The optimizer's message.
+        /// The message of the panic.
         panic: String,
     },
     /// A parameter that would be trained with each rank's own gradient.
@@ -425,9 +425,9 @@ pub enum Error {
          for running states"
     )]
     Disagreement {
-        /// The first rank with its value.
+        /// The first rank that holds this value.
         rank: usize,
-        /// The first rank with a different value.
+        /// The first rank whose value differs.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,
@@ -453,7 +453,7 @@ pub enum Error {
     Average {
         /// Path of the tensor.
         path: String,
-        /// Its type.
+        /// Element type of the tensor.
         dtype: burn::tensor::DType,
     },
     /// An optimizer state that could not be stored or read back.
@@ -461,7 +461,7 @@ pub enum Error {
     OptimizerState {
         /// The unit.
         unit: String,
-        /// The file.
+        /// Path of the file.
         file: String,
         /// The reason for the failure.
         reason: String,
@@ -484,13 +484,13 @@ pub enum Error {
         expected: Box<str>,
         /// The actual sum.
         got: Box<str>,
-        /// The collectives that carried the unit's gradients in this step, and the order of the step.
+        /// The collectives that carried the unit's gradients in this step, and the step's order of operations.
         operations: Box<str>,
     },
     /// An error of a collective.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),
-    /// An impossible mesh or partition.
+    /// An invalid mesh or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 }

@@ -8,11 +8,11 @@ use burn::tensor::{DType, Device};
 use crate::error::Error;
 use crate::path::Location;
 
-/// The layer whose running states have their own type.
+/// The layer that computes in the type of its running states.
 const BATCH_NORM: &str = "Struct:BatchNorm";
-/// The layers whose initial states and collected outputs have the device's default type.
+/// The layers that compute in the device's default type, because they create their initial states and outputs in it.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// The parts of recurrent layers.
+/// A part of every recurrent layer, which distinguishes it from a user's struct of the same name.
 const GATE: &str = "Struct:GateController";
 
 /// A Burn layer that computes in only one type.
@@ -20,7 +20,7 @@ const GATE: &str = "Struct:GateController";
 pub(crate) struct Layer {
     /// Path in the module.
     path: String,
-    /// Burn's name for it.
+    /// Burn's name for the kind of layer.
     kind: &'static str,
     /// The only type in which it computes.
     pub(crate) dtype: DType,
@@ -56,8 +56,8 @@ pub(crate) fn around(
 }
 
 impl Layer {
-    /// Returns the layer with its type, which is the type of its running states if it has any; `states` has the types
-    /// of the module's running states, by path. Returns `None` if it is not the layer that its name suggests.
+    /// Returns the layer with its final type: the type of its running states, if it has any. `states` has the types of
+    /// the module's running states, by path. Returns `None` if it is not the layer that its name suggests.
     pub(crate) fn settled(&self, states: &HashMap<String, DType>) -> Option<Arc<Self>> {
         if format!("Struct:{}", self.kind) != BATCH_NORM {
             return Some(Arc::new(self.clone()));

@@ -1,4 +1,4 @@
-//! The auditor of one rank: the gradients computed, the messages between ranks, and the gradients passed to Burn.
+//! The auditor of one rank, which compares the computed gradients of all ranks with the gradients passed to Burn.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use burn_fsdp_mesh::field::Element;
 use super::finding::{Finding, Sum};
 use super::{Audit, Tag};
 
-/// Size of a number in a note in bytes.
+/// Size in bytes of one number in a note.
 const LEN: usize = size_of::<u64>();
 
 /// Whether the current step is audited.
@@ -19,24 +19,24 @@ enum Step {
     Between,
     /// The step is not audited.
     Plain,
-    /// The step is audited: tags are sent in notes. With the unit switches `choice`, it follows the order with this
-    /// hash.
+    /// The step is audited, and its notes carry tags. `choice` has the switches of the units, and `order` is the hash
+    /// of the order that the step follows.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
-/// Whether this rank should have a reduced gradient when a backward ends, if any gradient was computed.
+/// Whether a reduced gradient is due on this rank when a backward ends, if any gradient was computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// It is due.
+    /// A gradient is due.
     Yes,
-    /// It is not due: the unit does not reduce, its reduced sums wait for a later step, another rank owns the
+    /// No gradient is due: the unit does not reduce, its reduced sums wait for a later step, another rank owns the
     /// parameter, or the parameter is frozen.
     No,
-    /// The rank cannot tell.
+    /// This rank cannot determine whether a gradient is due.
     Unclear,
 }
 
-/// The expected tag of a parameter on this rank when a backward ends.
+/// The expectation for a parameter's gradient on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) due: Due,
@@ -49,9 +49,9 @@ pub(crate) struct Wanted {
 pub(crate) struct Fault {
     /// The parameter.
     pub(crate) parameter: usize,
-    /// The gradients that it should contain.
+    /// The gradients that its sum should contain.
     pub(crate) expected: Sum,
-    /// The actual result.
+    /// The difference.
     pub(crate) finding: Finding,
 }
 
@@ -60,20 +60,20 @@ pub(crate) struct Fault {
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients computed and not yet reduced, by parameter.
+    /// The numbers of the gradients computed but not yet reduced, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
     /// The hash of the order in the last audited step, by unit switches.
     followed: BTreeMap<Vec<bool>, u64>,
-    /// The gradients computed on each rank, by parameter; `None` for a rank that does not audit.
+    /// The numbers of the gradients computed on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
-    /// The tag passed to Burn, by parameter.
+    /// The tag of the gradient passed to Burn, by parameter.
     arrived: Vec<Option<Tag>>,
     num_audited: u64,
 }
 
 impl Auditor {
-    /// Returns the auditor of rank `rank`, for this many parameters.
+    /// Creates the auditor of rank `rank`, for this many parameters.
     pub(crate) fn new(audit: Audit, rank: usize, parameters: usize) -> Self {
         Self {
             audit,
@@ -126,7 +126,7 @@ impl Auditor {
         matches!(self.step, Step::Audited { .. })
     }
 
-    /// Returns the number of completed audits, with all ranks' tags.
+    /// Returns the number of audits completed with the tags of all ranks.
     pub(crate) fn num_audited(&self) -> u64 {
         self.num_audited
     }
@@ -138,7 +138,7 @@ impl Auditor {
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Records the messages of all ranks, in rank order. They replace earlier ones, which were not from the end of
+    /// Records the messages of all ranks, in rank order. They replace those of earlier exchanges, which did not end
     /// backward.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();

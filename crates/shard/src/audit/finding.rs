@@ -29,7 +29,7 @@ impl Sum {
         }
     }
 
-    /// Returns the number of gradients in it.
+    /// Returns the number of gradients in the sum.
     pub(super) fn number(&self) -> u64 {
         self.of_ranks
             .iter()
@@ -54,8 +54,8 @@ impl Sum {
         self.over(0..self.of_ranks.len())
     }
 
-    /// Returns its gradients and those of earlier steps: the tag, the rank, and the number relative to its first
-    /// gradient.
+    /// Returns the gradients of the sum and of earlier steps: the tag, the rank, and the number relative to the rank's
+    /// first gradient.
     fn each(&self) -> impl Iterator<Item = (Tag, usize, i64)> + '_ {
         self.of_ranks
             .iter()
@@ -98,16 +98,16 @@ impl fmt::Display for Sum {
     }
 }
 
-/// The actual gradient, where it differs from the expected one.
+/// The way in which a gradient differs from the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
     /// No gradient.
     Nothing,
     /// A gradient where none was expected.
     Uncalled,
-    /// A multiple of it.
+    /// A multiple of the expected gradient.
     Times(u64),
-    /// A fraction of it.
+    /// The expected gradient, divided by this number.
     Part(u64),
     /// The sum over only some of the ranks, times a factor.
     OnlyOver {
@@ -119,7 +119,7 @@ pub(crate) enum Finding {
     LacksRank(usize),
     /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// The sum lacks one gradient of a rank, given by its number.
+    /// The sum without one gradient of a rank, by its number.
     Lacks { rank: usize, number: i64 },
     /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
     /// step.
@@ -184,7 +184,7 @@ impl Finding {
         of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns the message; `path_of` returns the path of a parameter.
+    /// Returns the text for an error message; `path_of` returns the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {

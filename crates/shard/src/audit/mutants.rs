@@ -10,7 +10,7 @@ use rand::{RngExt, SeedableRng};
 use super::finding::Finding;
 use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
-/// The ranks, as replicas of shards, and the parameters of each unit.
+/// The layout of an engine: ranks as replicas of shards, and the parameters of each unit.
 #[derive(Debug, Clone)]
 struct Layout {
     shards: usize,
@@ -50,7 +50,7 @@ struct Rank {
     auditor: Auditor,
     come: Vec<Option<Tag>>,
     sums: Vec<Option<Tag>>,
-    /// The gradients of each parameter so far.
+    /// The tags of all gradients of each parameter so far.
     drawn: Vec<Vec<Tag>>,
 }
 
@@ -96,7 +96,7 @@ impl Layout {
         }
     }
 
-    /// Returns the events of three steps, each after up to two without reduction.
+    /// Returns the correct events of three steps, each after up to two steps without reduction.
     fn right(&self, draw: &mut StdRng) -> Vec<Event> {
         let mut events = Vec::new();
         for _ in 0..3 {
@@ -128,7 +128,7 @@ impl Layout {
     }
 }
 
-/// Sums the gradients of the members of each rank's group, by their notes.
+/// Returns the summed tags of the gradients over each rank's group, from the ranks' notes.
 fn carried(
     ranks: &[Vec<Option<Tag>>],
     members: impl Fn(usize) -> Vec<usize>,
@@ -320,7 +320,7 @@ fn mutated(
         .collect();
     let at = *candidates.get(draw.random_range(0..candidates.len().max(1)))?;
     let mut mutant = events.to_vec();
-    // The gradients of a unit computed up to here since it was last passed to Burn.
+    // The gradients of a unit that were computed before this event, since the unit was last passed to Burn.
     let came = |unit: usize| {
         let before = &events[..at];
         let last = before
@@ -345,7 +345,7 @@ fn mutated(
         (Wrong::LostReduction | Wrong::LostResult, _) => _ = mutant.remove(at),
         (Wrong::NoCrossing, _) if layout.replicas == 1 => return None,
         (Wrong::NoCrossing, Event::Cross { unit }) => {
-            // A sum without it that still covers all gradients is correct.
+            // Without this reduction, a sum that still covers all gradients is correct.
             let ranks = came(unit);
             let of_replica = |replica: usize| {
                 ranks
@@ -443,8 +443,8 @@ fn every_mutant_is_refused_and_most_are_named() {
     );
 }
 
-/// Checks the name of a kind of fault. Some faults have two true names: a sum over only one group lacks the other
-/// ranks.
+/// Checks that a finding describes the error. Some errors have two correct descriptions: a sum over only one group
+/// lacks the other ranks.
 fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
     use Finding::{
         Also, Lacks, LacksRank, Nothing, OfParameter, OnlyOver, Part, RankTwice, Times, Uncalled,

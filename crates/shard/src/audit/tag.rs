@@ -5,18 +5,18 @@ use burn_fsdp_mesh::field::{self, Element};
 
 /// Size of an encoded tag in bytes.
 const LEN: usize = size_of::<u64>();
-/// The encoding of the unknown tag. No element has it.
+/// The encoding of the unknown tag, which no element has.
 const UNKNOWN: u64 = u64::MAX;
 
-/// The tag of a gradient: the sum of the tags of all gradients in it; unknown for a gradient that was not followed.
+/// The tag of a gradient: the sum of the tags of all gradients in it; unknown for a gradient that was not tracked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tag(Option<Element>);
 
 impl Tag {
-    /// The tag of a gradient that was not followed.
+    /// The tag of a gradient that was not tracked.
     pub(crate) const UNKNOWN: Self = Self(None);
 
-    /// Returns the tag of gradient `number` of `parameter` on `rank`, which any rank can draw.
+    /// Returns the tag of gradient `number` of `parameter` on `rank`. Every rank can compute it.
     pub(crate) fn draw(rank: usize, parameter: usize, number: u64) -> Self {
         let drawn = Fingerprint::of(&(rank, parameter, number));
         Self(Some(field::reduce(u128::from(drawn))))
@@ -90,8 +90,8 @@ pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over ranks of gradient `index` (of `number`), from the ranks' notes; unknown if a note
-/// has no tag.
+/// Returns the tag of gradient `index` (of `number`), summed over the ranks, from their notes; unknown if a note has no
+/// tag.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes

@@ -47,7 +47,7 @@ pub(crate) struct Generation {
     /// All generations of the unit.
     pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
-    /// The fingerprint of the values' history: `valid`, `train` and moves keep it.
+    /// The fingerprint of the values' history. `valid`, `train` and moves to a device preserve it.
     version: AtomicU64,
     /// The full parameters.
     pub(crate) life: LifeCycle,
@@ -60,7 +60,7 @@ pub(crate) struct Generation {
     num_children: Mutex<[usize; 4]>,
     /// The copies of the module that hold parameters in this generation.
     pub(crate) holders: Holders,
-    /// The joint view of a copy whose parameters are in several generations; this is the first of them.
+    /// The joint view of a copy whose parameters are in several generations; this generation is the first of them.
     view: Mutex<Option<View>>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A set of values from several generations.
 struct View {
-    /// The generation of each slot's value.
+    /// The generation that holds each slot's value.
     sources: Vec<Weak<Generation>>,
     joint: Arc<Generation>,
 }
@@ -165,7 +165,8 @@ impl Generation {
         joint
     }
 
-    /// Returns the identifier of the pass that created it, equal on all ranks and for all units of one copy.
+    /// Returns the identifier of the pass that created this generation, equal on all ranks and for all units of one
+    /// copy.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
@@ -196,7 +197,7 @@ impl Generation {
         values.inherited[slot] = None;
     }
 
-    /// Returns the group, including this rank, among which the values are divided.
+    /// Returns the group of ranks that together hold the values, including this rank.
     pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
     }
@@ -221,7 +222,7 @@ impl Generation {
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Checks that the value of `slot` still has its written bytes, if ranks compare bytes.
+    /// Checks that the value of `slot` is unchanged since it was written, if ranks compare bytes.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
@@ -238,12 +239,12 @@ impl Generation {
         }
     }
 
-    /// Returns the value of `slot` in 32 bits, if one is kept.
+    /// Returns the 32-bit form of the value of `slot`, if one is kept.
     pub(crate) fn exact(&self, slot: usize) -> Option<Tensor<1>> {
         self.held(slot).exact
     }
 
-    /// Keeps the value of `slot` in 32 bits, until the value changes.
+    /// Keeps `exact` as the 32-bit form of the value of `slot`, until the value changes.
     pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) {
         if let Some(value) = self.values.lock().own[slot].as_mut() {
             value.exact = Some(exact);
@@ -265,12 +266,12 @@ impl Generation {
         self.held(slot).plain
     }
 
-    /// Returns the leaf that gradients of `slot` belong to, if it is trainable.
+    /// Returns the graph node to which gradients of `slot` belong, if it is trainable.
     pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
         self.held(slot).node
     }
 
-    /// Returns the device of the full parameter of `slot`, with autodiff if the module has it.
+    /// Returns the device of the full parameter of `slot`, with autodiff if the module uses it.
     pub(crate) fn device(&self, slot: usize) -> Device {
         let home = self.held(slot).device;
         match &*self.compute.lock() {
@@ -291,8 +292,8 @@ impl Generation {
         }
     }
 
-    /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see. It
-    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
+    /// Returns the graph parent of the full parameter of `slot`: `parent`, the flat leaf that optimizers see, or a new
+    /// leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
         match is_flat && self.unit.offload.is_none() {
@@ -301,7 +302,7 @@ impl Generation {
         }
     }
 
-    /// Returns a new leaf that is trained if the value of `slot` is.
+    /// Returns a new leaf, trained if the value of `slot` is.
     pub(crate) fn own_leaf(&self, slot: usize) -> Tensor<1> {
         let leaf = Tensor::zeros([1], &self.device(slot));
         leaf.set_require_grad(self.is_trainable(slot))
@@ -371,7 +372,7 @@ impl Generation {
         child
     }
 
-    /// Drops the full parameters, but keeps this rank's pieces if neighbours gather again.
+    /// Drops the full parameters, but keeps this rank's pieces if backward gathers them among neighbours.
     pub(crate) fn reshard_after_forward(&self) -> Result<(), Error> {
         let Some(full) = self.life.take_full() else {
             return Ok(());
@@ -397,7 +398,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered values.
+    /// Drops the full parameters after checking that they still equal the gathered values, or cancels their gather.
     pub(crate) fn let_go(&self) -> Result<(), Error> {
         let full = self.life.take_full();
         full.map_or(Ok(()), |full| self.check_full(&full))
@@ -419,7 +420,7 @@ impl Generation {
         self.pieces.lock().clone()
     }
 
-    /// Drops the pieces that forward left.
+    /// Drops the pieces that forward left for backward.
     pub(crate) fn drop_pieces(&self) {
         *self.pieces.lock() = None;
     }
@@ -466,7 +467,7 @@ impl Kin {
     }
 }
 
-/// Returns an identifier that is equal for all units and ranks after the same passes.
+/// Returns an identifier for a pass, equal for all units and ranks after the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     Fingerprint::of(&(epoch, transition, ordinal))
 }

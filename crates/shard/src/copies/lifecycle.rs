@@ -87,13 +87,12 @@ impl LifeCycle {
         self.state() == UnitState::Sharded
     }
 
-    /// Begins a gather.
     pub(crate) fn begin_gather(&self, gather: Gather) {
         *self.0.lock() = State::Gathering(gather);
     }
 
-    /// Creates the full parameters of the current gather. `arrive` waits for it and returns additional information.
-    /// Returns `None` if no gather is in progress. After an error only the shards exist.
+    /// Creates the full parameters from the current gather. `arrive` waits for the gather, and also returns a result
+    /// for the caller. Returns `None` if no gather is in progress. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,

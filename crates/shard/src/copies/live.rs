@@ -48,7 +48,7 @@ impl Copies {
         }
     }
 
-    /// Returns the values of copy `copy` of the module: its own, and `otherwise`'s for the rest.
+    /// Returns the values of copy `copy` of the module: its own values, and `otherwise`'s where it has none.
     pub(crate) fn values_of(
         &self,
         copy: u64,

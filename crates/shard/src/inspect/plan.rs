@@ -46,7 +46,7 @@ impl WrapPlan {
         self.units.iter().map(|unit| unit.num_params).sum()
     }
 
-    /// Returns the bytes of parameters that this rank holds between steps.
+    /// Returns the total parameter bytes that this rank holds between steps.
     pub fn held(&self) -> usize {
         self.units.iter().map(|unit| unit.held).sum()
     }

@@ -14,7 +14,7 @@ use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::unit::Unit;
 
-/// One unit of a sharded module, in this copy of the module.
+/// A handle to one unit of a sharded module, in this copy of the module.
 ///
 /// Switches take effect from the next step. All ranks must switch in the same way; ranks whose operations differ
 /// because of a switch get `Error::Mismatch` from the next operation.
@@ -40,7 +40,7 @@ impl fmt::Debug for UnitHandle {
 pub struct UnitMemory {
     /// Parameters that the rank holds between steps.
     pub parameters: usize,
-    /// Full parameters that are gathered now.
+    /// Full parameters that exist now.
     pub unsharded: usize,
     /// Full gradients that steps without reduction left on the rank.
     pub unreduced: usize,
@@ -182,9 +182,9 @@ impl UnitHandle {
         self.generation.let_go()
     }
 
-    /// Sets the divisors of its gradients from the next reduction on, instead of
-    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` for the number of ranks. These
-    /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same.
+    /// Sets the divisors of the unit's gradients from the next reduction on, instead of
+    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` selects the number of ranks. These
+    /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same factors.
     ///
     /// # Errors
     ///
@@ -238,10 +238,10 @@ impl Unsharding<'_> {
 /// their sum. This saves the traffic of all micro-batches except the last, at the cost of full gradients on every rank:
 /// [`Memory::unreduced`](crate::Memory::unreduced).
 ///
-/// A backward inside `body` returns empty gradients, so there is no optimizer step yet. Call both forward and backward
-/// inside.
+/// A backward inside `body` returns empty gradients, so no optimizer step is possible yet. Call both forward and
+/// backward inside.
 ///
-/// All ranks must call it in the same way.
+/// All ranks must call this in the same way.
 ///
 /// # Errors
 ///

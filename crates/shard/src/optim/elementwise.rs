@@ -15,11 +15,11 @@ use crate::probes::{LEN, SIDE, element, gradient_of_halves, tensor_of};
 
 const NUM_STEPS: usize = 3;
 
-/// The gradients of a trial.
+/// The magnitudes of a trial's gradients.
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// A value above any threshold of clipping by norm whose square is still finite, if the type allows one.
+    /// A value that exceeds any clipping threshold but has a finite square, if the type has such a value.
     Large,
     /// Large in the first half of the matrix, small in the second.
     Halves,
@@ -58,7 +58,7 @@ impl Gradients {
 ///
 /// # Errors
 ///
-/// [`Error::WholeTensors`] with the first such parameter; [`Error::NotSharded`].
+/// [`Error::WholeTensors`] with the first parameter whose updates differ; [`Error::NotSharded`].
 pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
     let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
@@ -114,7 +114,8 @@ pub fn check_elementwise_once<M: Module>(
 ///
 /// # Errors
 ///
-/// [`Error::OptimizersDiffer`] on all ranks, with the first such parameter; [`Error::NotSharded`]; a failed collective.
+/// [`Error::OptimizersDiffer`] on all ranks, with the first parameter whose updates differ; [`Error::NotSharded`]; a
+/// failed collective.
 pub fn check_same_optimizer<M: Module>(
     module: &M,
     optimizer: &ModuleOptimizer,
@@ -145,7 +146,7 @@ struct Trial<'a> {
     id: ParamId,
     path: Vec<String>,
     device: Device,
-    /// The element type of the parameter, which may differ from the device's.
+    /// The element type of the parameter, which may differ from the device's default.
     dtype: DType,
 }
 
@@ -164,7 +165,7 @@ impl<'a> Trial<'a> {
     /// Returns true if the matrix and its shards (rows, then flat) get the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
-            // It does not accept a matrix at all, sharded or not; its own error will report that.
+            // The optimizer does not accept a matrix at all, sharded or not; its own error will report that.
             return true;
         };
         let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
