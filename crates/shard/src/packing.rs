@@ -14,7 +14,7 @@ pub(crate) const BLOCK: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Packing {
     elements: Partition,
-    /// The partition of the records.
+    /// The partition of all records' bytes into one record per rank.
     pub(crate) bytes: Partition,
 }
 
@@ -108,7 +108,7 @@ mod tests {
             .collect()
     }
 
-    /// Returns `values` as all ranks receive them.
+    /// Returns `values` as all ranks receive them in a gather.
     fn arrived(values: &[f32], partition: Partition) -> Vec<f32> {
         let packing = Packing::new(partition).expect("few");
         let records: Vec<u8> = (partition.ranges().enumerate())

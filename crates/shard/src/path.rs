@@ -52,15 +52,15 @@ impl Location {
     }
 }
 
-/// A visitor, which reads the tensors of a module.
+/// Reads the tensors of a module during a walk.
 pub(crate) trait Visitor {
-    /// Visits a tensor at `place`.
+    /// Visits the float tensor at `place`.
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>);
 
-    /// Visits a tensor of integers at `place`.
+    /// Visits the integer tensor at `place`.
     fn int<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Int>>) {}
 
-    /// Visits a tensor of booleans at `place`.
+    /// Visits the boolean tensor at `place`.
     fn bool<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Bool>>) {}
 
     /// Enters the part `name` at `place`, whose kind Burn names `container`.
@@ -70,16 +70,16 @@ pub(crate) trait Visitor {
     fn exit(&mut self, _place: &Location) {}
 }
 
-/// A mapper, which replaces the tensors of a module.
+/// Replaces the tensors of a module during a walk.
 pub(crate) trait Mapper {
-    /// Returns the tensor to put at `place`.
+    /// Returns the new float tensor for `place`.
     fn float<const D: usize>(
         &mut self,
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>>;
 
-    /// Returns the integer tensor for `place`.
+    /// Returns the new integer tensor for `place`.
     fn int<const D: usize>(
         &mut self,
         _place: &Location,
@@ -88,7 +88,7 @@ pub(crate) trait Mapper {
         param
     }
 
-    /// Returns the tensor of booleans to put at `place`.
+    /// Returns the new boolean tensor for `place`.
     fn bool<const D: usize>(
         &mut self,
         _place: &Location,
@@ -97,7 +97,7 @@ pub(crate) trait Mapper {
         param
     }
 
-    /// Returns the flag to put at `place`.
+    /// Returns the new flag for `place`.
     fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {
         flag
     }

@@ -39,7 +39,7 @@ pub(crate) struct Mark {
     life: Weak<()>,
 }
 
-/// A monitor of the buffers of dropped full weights, up to the start of backward.
+/// Tracks the buffers of dropped full weights, up to the start of backward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Watch {
     /// The name of each unit, the bytes of its full parameters, and the buffers.

@@ -19,7 +19,7 @@ use crate::transport;
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
-/// The function of a hook.
+/// The user's function.
 type Reduce = dyn Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
 
 impl ReductionHook {
@@ -30,7 +30,8 @@ impl ReductionHook {
         Self(Arc::new(reduce))
     }
 
-    /// Returns this rank's part of each mean, as flat tensors of the right lengths without autodiff.
+    /// Calls the hook, and returns this rank's part of each mean. Checks that the parts are flat, without autodiff, and
+    /// of the right lengths.
     pub(crate) fn call(&self, reduction: &UnitReduction) -> Result<Vec<Tensor<1>>, Error> {
         let parts = within(Purpose::Hook, || (self.0)(reduction))?;
         reduction.check(&parts, "returned", FullGradient::held_elements)?;
@@ -129,7 +130,7 @@ impl UnitReduction {
         self.divisor
     }
 
-    /// Returns the gradients of the sharded parameters for which any rank has one, in module order.
+    /// Returns the gradients of the unit's sharded parameters, in module order, except those that no rank has.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }
@@ -249,7 +250,7 @@ impl UnitReduction {
         })
     }
 
-    /// Checks that `tensors` are one for each gradient, with the right lengths; `what` describes them in errors.
+    /// Checks that there is one tensor for each gradient, of the right length; `what` describes the tensors in errors.
     fn check(
         &self,
         tensors: &[Tensor<1>],
@@ -287,7 +288,7 @@ impl UnitReduction {
     }
 }
 
-/// The types of a tensor and of its sum, and their device.
+/// The types of a tensor and its sum, and the tensor's device.
 #[derive(Clone)]
 struct Kind {
     /// The type in which the gradient is sent.

@@ -1,4 +1,4 @@
-//! The recomputed region that this thread is in, and which roots' units it uses.
+//! The recomputed region that this thread is in, and the roots whose units the region uses.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::ambient::{self, Purpose};
 
-/// The part of a region that a rank's thread is running, if any.
+/// The phase of a recomputed region that this thread is running, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum RegionState {
     /// No region, or an ordinary forward and backward.
@@ -27,7 +27,6 @@ pub(crate) trait Recomputed: Send + Sync {
 
 /// A root with a unit that a region has used.
 pub(crate) struct Touched {
-    /// The root.
     pub(crate) by: Arc<dyn Recomputed>,
     /// The token of the pass around the region.
     pub(crate) token: Tensor<1>,
@@ -37,7 +36,7 @@ thread_local! {
     static TOUCHED: RefCell<Vec<Touched>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the part of a region that this thread is running, if any.
+/// Returns the phase of the region that this thread is running, if any.
 pub(crate) fn state() -> RegionState {
     match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
         Some(Purpose::Region) => RegionState::Plain,
@@ -60,7 +59,7 @@ pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     });
 }
 
-/// Runs `body` as part of a region; returns the roots whose units it used.
+/// Runs `body` as a phase of a region; returns the roots whose units it used.
 pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> (T, Vec<Touched>) {
     TOUCHED.take();
     let result = ambient::within(purpose, body);

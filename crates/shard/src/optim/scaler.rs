@@ -94,9 +94,9 @@ impl LossScaler {
         loss.mul_scalar(self.state.scale)
     }
 
-    /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a number; then
-    /// skip the step. Either way, the scale for the next step is set. Call it once per optimizer step, after all
-    /// micro-batches have been accumulated.
+    /// Returns the gradients divided by the scale. Returns `None` if a gradient on any rank is infinite or not a
+    /// number; then skip the step. Either way, the scale for the next step is set. Call this once per optimizer step,
+    /// after all micro-batches have been accumulated.
     ///
     /// Collective over all ranks of the module: one all-reduce of one number.
     ///

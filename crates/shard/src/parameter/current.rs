@@ -1,4 +1,4 @@
-//! The parameter that an optimizer works on, which Burn does not pass to it.
+//! The parameter that an optimizer is updating, which Burn does not pass to the optimizer.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::unit::Unit;
 pub(crate) struct Current {
     unit: Arc<Unit>,
     slot: usize,
-    /// The ranks that hold its module, if ranks compare bytes.
+    /// The ranks that train its module, if ranks compare bytes.
     pub(crate) sealed_in: Option<ProcessGroup>,
 }
 
@@ -44,7 +44,7 @@ thread_local! {
     static IS_TRIAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A guard that ends the work on a parameter when dropped, even by unwinding.
+/// A guard that clears the current parameter when dropped, even by unwinding.
 struct Entered;
 
 impl Drop for Entered {
@@ -53,19 +53,19 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` as work on `current`.
+/// Runs `body` with `current` as this thread's current parameter.
 pub(crate) fn at<T>(current: Option<Current>, body: impl FnOnce() -> T) -> T {
     let _entered = Entered;
     CURRENT.set(current);
     body()
 }
 
-/// Returns the sharded parameter that this thread is working on, if any.
+/// Returns the sharded parameter that this thread is mapping, if any.
 pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Runs `body`, in which an optimizer is tried on pieces of a matrix that represent no elements of a parameter.
+/// Runs `body`, which tries an optimizer on pieces of a matrix that belongs to no parameter.
 pub(crate) fn trying<T>(body: impl FnOnce() -> T) -> T {
     struct Leave(bool);
     impl Drop for Leave {

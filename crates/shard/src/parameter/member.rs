@@ -1,7 +1,7 @@
 //! The sharded parameters of a module, and the walk that finds them.
 //!
-//! Burn's visitors see a reparameterization's tensors, not the reparameterization itself. During such a walk,
-//! the engine's reparameterization adds itself to the members that this thread collects.
+//! Burn's visitors see a reparameterization's tensors, not the reparameterization itself. During a walk of the engine,
+//! its reparameterizations add themselves to the members that this thread collects.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -23,20 +23,20 @@ use crate::unit::Unit;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
-    /// The copy of the module.
+    /// The copy of the module that has the parameter.
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
-    /// True for every field of a shared parameter except the first, through which it is a member.
+    /// True for every field of a shared parameter except the first.
     pub(crate) is_tied: bool,
     /// An uncounted reference, used to read the full parameter.
     owned: Owned,
-    /// The parent of the full parameter in a graph.
+    /// The graph parent of the full parameter.
     parent: Tensor<1>,
 }
 
 impl Clone for Member {
-    /// Returns the same member: unlike a clone of the module, this does not create a copy with another number.
+    /// Returns the same member. Unlike a clone of the module, it is not a copy with another number.
     fn clone(&self) -> Self {
         Self {
             generation: self.generation.clone(),
@@ -85,7 +85,7 @@ thread_local! {
 /// Visits `module` without its shards. Returns the shards, and the other fields that share them. The visit settles the
 /// shards' ids from their stand-ins.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
-    // These are left from an earlier interrupted walk.
+    // Members may remain from a walk that was interrupted.
     drop(MEMBERS.take());
     within(Purpose::Inspect, || {
         path::visit(module, &mut Noting(visitor))
@@ -119,7 +119,8 @@ impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
     }
 }
 
-/// Adds a parameter to the members that a walk on this thread collects. Returns true if a walk is in progress.
+/// Called when a walk reaches a sharded parameter: adds it to the members that an engine's walk on this thread
+/// collects. Returns true if such a walk is in progress.
 pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;
@@ -142,7 +143,8 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
     true
 }
 
-/// Adds a tied field to the members that a walk on this thread collects. `of` holds the shared parameter's values.
+/// Called when an engine's walk reaches a tied field: adds it to the members that this thread collects. `of` holds the
+/// shared parameter's values.
 pub(crate) fn answer_tied(of: Owned) {
     let index = of.slot;
     let parent = of.own_leaf(index);

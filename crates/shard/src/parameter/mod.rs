@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A field that shares another field's parameter has no value to map or move.
+/// A tied field has no value to map or move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

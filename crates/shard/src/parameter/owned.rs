@@ -24,26 +24,26 @@ pub(crate) struct Owned {
     root_link: Arc<RootLink>,
 }
 
-/// The copies made of a parameter in one copy of the module: their number, and the last one.
+/// The copies made of one parameter in one copy of the module: their number, and the last one.
 #[derive(Default)]
 pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
 
-/// A copy, and the copies made of it.
+/// A copy of the module, and the copies made of it.
 type LastClone = (Copied, Weak<Clones>);
 
 impl Clones {
-    /// Returns the number of copies that were created.
+    /// Returns the number of copies made.
     pub(super) fn count(&self) -> u64 {
         self.0.lock().0
     }
 
-    /// Returns the last copy that was created, if any part of it still exists.
+    /// Returns the last copy made, if any part of it still exists.
     pub(super) fn last(&self) -> Option<(Copied, Arc<Self>)> {
         let last = self.0.lock().1.clone();
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
     }
 
-    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
+    /// Makes the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
     fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
         let mut made = self.0.lock();
         let next = Copied {
@@ -116,7 +116,7 @@ impl Owned {
         }
     }
 
-    /// Returns the reference to the result of `transition` for the parameter, in `generation`.
+    /// Returns the reference to the same parameter in `generation`, after `transition`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         let copy = match transition {
             // The original module stays.

@@ -33,7 +33,7 @@ pub(crate) struct Tie {
     pub(crate) copies: Copies,
     /// Index of the parameter in its unit.
     pub(crate) slot: usize,
-    /// Number of the field among those that share the parameter; 0 for the first.
+    /// Number of the field among the fields that share the parameter; 0 for the first.
     pub(crate) field: usize,
     /// Path of the field.
     pub(crate) path: String,
@@ -47,7 +47,7 @@ pub(crate) struct TiedParam {
     tie: Arc<Tie>,
     /// The copy of the module that it belongs to; `None` if it was created without the first field.
     copy: Option<Held>,
-    /// The values that a backward graph may need when the module is gone.
+    /// The values for a backward graph, which may need them after the module is dropped.
     of_graph: Option<Arc<Generation>>,
 }
 
@@ -69,7 +69,8 @@ impl Held {
         }
     }
 
-    /// Returns the latest copy of the first field, if any, since fields are copied in module order.
+    /// Returns the latest copy of the first field, if it is newer than this field. The first field is always copied
+    /// first, because fields are copied in module order.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
@@ -136,7 +137,7 @@ impl TiedParam {
         held.ok_or_else(|| self.tie.refused(ALONE))
     }
 
-    /// Adds itself to the members that one of the engine's walks collects; other walks do not see it.
+    /// Adds the field to the members that one of the engine's walks collects; other walks do not see it.
     pub(super) fn answer(&self) {
         if !is_within(Purpose::Inspect) {
             // The whole value has just been recorded under the field's own path.
