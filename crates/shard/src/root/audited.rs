@@ -1,4 +1,4 @@
-//! The data for the audit of a step.
+//! The data that the audit of a step needs.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::copies::Generation;
 use crate::schedule::Note;
 use crate::unit::Unit;
 
-/// The data for the audit of a step.
+/// The data that the audit of a step needs.
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
     /// The number of each unit's first parameter, followed by the number of all parameters.
@@ -21,7 +21,7 @@ pub(super) struct Audited {
     pub(super) carried: Vec<(Option<usize>, String)>,
 }
 
-/// No step and no units.
+/// Audits nothing, and has no units.
 impl Default for Audited {
     fn default() -> Self {
         Self::new(Audit::Off, 0)
@@ -50,7 +50,7 @@ impl Audited {
         self.auditor = self.auditor.over(all);
     }
 
-    /// Returns the audit data that remains after an error.
+    /// Returns the data after an error: the auditor and the units, without the step's gradients.
     pub(super) fn after_error(self) -> Self {
         Self {
             auditor: self.auditor.after_error(),
@@ -87,7 +87,7 @@ impl Audited {
         }
     }
 
-    /// Returns the note of a reduction of gradients with these tags; `None` for a gradient that this rank
+    /// Returns the note of a reduction of gradients with these tags, which are `None` for gradients that this rank
     /// lacks.
     pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
         let mut note = flags(given.clone());

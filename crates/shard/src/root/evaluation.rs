@@ -11,10 +11,10 @@ use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::schedule::Operation;
 
-/// The note of a rank that needs nothing more.
+/// The need of a rank that needs no more units.
 const DONE: u32 = u32::MAX;
 
-/// The note of a rank that failed.
+/// The need of a rank that failed.
 const FAILED: u32 = u32::MAX - 1;
 
 /// A unit of the evaluated module, with its root.
@@ -26,7 +26,7 @@ pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }
 
-/// An evaluation by the ranks of a group.
+/// An evaluation that all ranks of a group take part in.
 struct Evaluated {
     /// The outermost root of the module.
     root: Arc<Root>,
@@ -43,7 +43,8 @@ pub(crate) struct Evaluation(Arc<Evaluated>);
 impl Drop for Evaluation {
     fn drop(&mut self) {
         for (root, generation) in &self.0.units {
-            // This breaks their reference cycle. It also drops units that only some ranks gathered last.
+            // This breaks the reference cycle between root and evaluation. It also drops units that only some ranks
+            // gathered last.
             root.progress().routes = None;
             Copies::of(generation).drop_full_of(generation.version());
         }
@@ -81,8 +82,8 @@ impl Evaluation {
                     advice: "let one `evaluate` return before starting the next",
                 });
             }
-            // This drops the unit of a previously evaluated copy, which otherwise only ranks that read nothing would
-            // keep.
+            // This drops the unit of a previously evaluated copy, which ranks that read nothing in this evaluation
+            // would otherwise keep.
             let last = std::mem::take(&mut progress.uses.reading).upgrade();
             if let Some(last) = last.filter(|last| !last.unit.keeps()) {
                 last.let_go()?;
@@ -119,7 +120,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Exchanges needs with the other ranks, and returns each rank's need.
+    /// Tells the other ranks this rank's need, and returns each rank's need.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;

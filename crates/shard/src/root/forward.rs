@@ -16,7 +16,7 @@ use crate::region::{self, Recomputed, RegionState};
 use crate::schedule::Operation;
 
 impl Use {
-    /// Returns the autodiff node of a parameter, as a function of `value`, created at the first access.
+    /// Returns the autodiff node of a parameter, as a function of `value`. The node is created at the first access.
     fn node_of<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -48,8 +48,8 @@ impl Use {
 }
 
 impl Root {
-    /// Returns the full parameter at `place` in `generation` for copy `copy` of the module. `value` is this rank's
-    /// part. Called by the model's own code, through `Param::val`.
+    /// Returns the full parameter at `place` in `generation` for copy `copy` of the module, with `value` as this rank's
+    /// part. Called from the model's code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -72,7 +72,7 @@ impl Root {
         self.step(|progress| {
             progress.expect_no_evaluation(generation)?;
             if progress.phase == Phase::Backward {
-                // That backward never ended, because of a panic outside the engine.
+                // The previous backward never ended, because of a panic outside the engine.
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
@@ -259,7 +259,7 @@ impl Progress {
                     .open
                     .insert(id, (pass.number, Arc::downgrade(unit)));
             }
-            // Its backward belongs to another use, which is not known yet.
+            // The use that backward needs is not known yet: the region's second forward creates it.
             UseKind::Plain => self.order.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
@@ -304,7 +304,7 @@ impl Progress {
         Ok(again.uses.len() - 1)
     }
 
-    /// Returns a parameter for a region whose graph is created later.
+    /// Returns a full parameter for the first forward of a region, without a node.
     fn plain<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -318,7 +318,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// Returns the autodiff node of a parameter in the current use, created at the first access.
+    /// Returns the autodiff node of a parameter in the current use. The node is created at the first access.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -332,7 +332,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Ends a pass after its forward. Its graph keeps the values that backward needs.
+    /// Ends the forward of the current pass. Its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);

@@ -1,4 +1,4 @@
-//! The order of operations, and the values on which they work.
+//! The order of operations, and the values that its gathers use.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// The order of operations, and the values on which they work.
+/// The orders of operations, and the gathers and values of the current step.
 #[derive(Default)]
 pub(super) struct Order {
     /// The recorded orders.
@@ -21,7 +21,7 @@ pub(super) struct Order {
 
 /// A gather that was started ahead of its use.
 pub(super) struct Ahead {
-    /// Its place in the order.
+    /// The place of the gather in the order.
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
@@ -38,7 +38,7 @@ impl Ahead {
         }
     }
 
-    /// Returns true if it gathers the full parameters of `generation`.
+    /// Returns true if this gathers the full parameters of `generation`.
     pub(super) fn is_for(&self, generation: &Arc<Generation>) -> bool {
         !self.is_joined && Arc::ptr_eq(&self.generation, generation)
     }

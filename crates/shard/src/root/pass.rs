@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
-/// A parameter, as one field of the module refers to it.
+/// A parameter as one field of the module, since several fields may share it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     /// Index of the parameter in its unit.
@@ -27,20 +27,20 @@ impl Place {
     }
 }
 
-/// The uses of units that are in progress.
+/// The forwards in progress, and the uses of units that wait for their backward.
 #[derive(Default)]
 pub(super) struct Uses {
-    /// The tracked forward.
+    /// The tracked forward, if one is in progress.
     pub(super) pass: Option<Pass>,
-    /// The second forward of a region.
+    /// The second forward of a region, if one is in progress.
     pub(super) again: Option<Recomputation>,
-    /// Uses with outstanding gradients, each with its pass and unit.
+    /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
-    /// The copy read last without autodiff.
+    /// The values that were last read without autodiff.
     pub(super) reading: Weak<Generation>,
 }
 
-/// One tracked forward.
+/// One forward with autodiff, and the units that it used.
 pub(super) struct Pass {
     pub(super) number: u64,
     /// The number of the module copy that started the pass.
@@ -72,20 +72,20 @@ pub(super) struct Use {
     pub(super) nodes: Slots<Node>,
 }
 
-/// A full parameter as an autodiff node: a `Tensor<D>` of any number of dims.
+/// A full parameter as an autodiff node: a `Tensor<D>` for some `D`.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// The graph that a use of a unit creates.
+/// The nodes that a use of a unit creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UseKind {
-    /// Nodes, for backward.
+    /// One node for each parameter, for backward.
     Tracked,
-    /// Nothing, for a region that will run again.
+    /// None, for a region that will run again.
     Plain,
 }
 
 impl Use {
-    /// Starts and returns a use of the unit of `generation`.
+    /// Begins a use of the unit of `generation`.
     pub(super) fn new(
         kind: UseKind,
         id: u64,
@@ -112,7 +112,7 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them. They then live as long as the operations that use them.
+    /// Drops the full parameters, unless the unit keeps them until backward.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),

@@ -14,7 +14,7 @@ pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The arithmetic of the reduction.
+    /// The sum and its scaling, as the reduction applies them.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
