@@ -45,7 +45,6 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` for a purpose.
 pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
     let _entered = PURPOSES.with_borrow_mut(|purposes| {
         purposes.push(purpose);

@@ -16,7 +16,6 @@ pub(crate) struct GradientHook(Arc<ChangeGradient>);
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl GradientHook {
-    /// Returns a hook that calls `change`.
     pub(crate) fn new(
         change: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {

@@ -82,7 +82,6 @@ pub(crate) struct Reduced {
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
-    /// The tag of the gradient.
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,

@@ -33,7 +33,6 @@ impl fmt::Display for Pinned {
 /// A buffer of full weights, identified by its lifetime.
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
-    /// Size of the buffer in bytes.
     bytes: usize,
     /// A weak reference to the buffer's lifetime, which does not prolong it.
     life: Weak<()>,

@@ -23,7 +23,6 @@ pub(crate) struct ReductionHook(Arc<Reduce>);
 type Reduce = dyn Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
 
 impl ReductionHook {
-    /// Returns a hook that calls `reduce`.
     pub(crate) fn new(
         reduce: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
     ) -> Self {

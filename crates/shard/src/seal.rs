@@ -24,7 +24,7 @@ pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     group.seal(transport::source(tensor.clone(), None).as_bytes())
 }
 
-/// Checks that a flat tensor without autodiff still equals the sealed one. `what` describes it in errors.
+/// Checks that a flat tensor without autodiff still has the sealed bytes. `what` describes it in errors.
 ///
 /// # Errors
 ///
@@ -63,7 +63,7 @@ pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>)
     }
 }
 
-/// A held value, with its seal.
+/// A value and its seal, held to keep the value unchanged.
 pub(crate) struct Held {
     value: Tensor<1>,
     seal: Seal,
@@ -77,7 +77,7 @@ impl Held {
         Some(Self { value, seal, what })
     }
 
-    /// Checks that the value still equals the sealed one.
+    /// Checks that the value still has the sealed bytes.
     pub(crate) fn check(&self, group: &ProcessGroup) -> Result<(), Error> {
         let what = || self.what.as_str().to_owned();
         check(group, Some(&self.seal), &self.value, what)
@@ -92,7 +92,7 @@ impl Held {
 /// Reduced gradients that wait for the optimizer, by leaf, and the running states of the last backward.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    /// The number of the backward that computed them.
+    /// The number of the backward that computed the gradients.
     backward: u64,
     gradients: BTreeMap<u64, Vec<Held>>,
     pub(crate) running: Vec<Held>,

@@ -61,7 +61,7 @@ impl Shown {
         }
     }
 
-    /// Returns the parameter with the elements of `flat`.
+    /// Returns the parameter with its elements replaced by `flat`.
     pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
         map_any!(self, param => param.map(|old| {
             let is_trainable = old.is_require_grad();
@@ -83,13 +83,12 @@ impl Shown {
         })
     }
 
-    /// Returns the parameter's shape.
     pub(crate) fn shape(&self) -> Vec<usize> {
         of_any!(self, param => param.shape().to_vec())
     }
 
-    /// Returns the default parent of the full parameter in a graph: the leaf itself if it is flat, otherwise a stand-in
-    /// on the same device.
+    /// Returns the default graph parent of the full parameter: the leaf itself if it is flat, otherwise a stand-in on
+    /// the same device.
     pub(crate) fn parent(&self) -> Tensor<1> {
         match self {
             Self::One(param) => param.base(),
@@ -97,7 +96,7 @@ impl Shown {
         }
     }
 
-    /// Returns the parameter with a mapper that calls `refuse` whenever it is recorded.
+    /// Returns the parameter with a save mapper that calls `refuse`, so recording it fails.
     pub(crate) fn guarded(self, refuse: impl Fn() + Clone + Send + Sync + 'static) -> Self {
         map_any!(self, param => param.save_mapper(move |tensor| {
             refuse();
@@ -105,7 +104,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the mapped parameter, in memory that its flat view can share.
+    /// Returns the parameter after `mapper`, with its elements in order, so a flat view needs no copy.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -133,7 +132,7 @@ impl Shown {
         map_any!(self, param => param.valid())
     }
 
-    /// Returns the parameter ready for training after `valid`, with the module's original autodiff strategy.
+    /// Returns the parameter, trainable again after `valid`, with the module's original autodiff strategy.
     pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
         map_any!(self, param => param.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -165,7 +164,8 @@ fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     device::tracked(reshaped(plain(flat), shape), &device)
 }
 
-/// Returns the elements of a plain tensor in another shape. Burn interprets a 0 in a shape as the existing dim.
+/// Returns the elements of a plain tensor in another shape. Burn's own reshape interprets a 0 in a shape as the
+/// existing dim.
 fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     match shape.num_elements() {
         0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),

@@ -35,7 +35,6 @@ pub(crate) struct GradientOptions {
 pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
-    /// The groups that its operations go through.
     pub(crate) groups: Groups,
     /// The devices of its shards and of its full parameters, if they differ.
     pub(crate) offload: Option<Offload>,

@@ -168,7 +168,6 @@ impl Unit {
         self.index.store(position, Ordering::Relaxed);
     }
 
-    /// Returns the position in the root's list.
     pub(crate) fn position(&self) -> usize {
         self.index.load(Ordering::Relaxed)
     }

@@ -47,7 +47,6 @@ pub(crate) struct Wanted {
 /// A gradient that differs from the expected one.
 #[derive(Debug)]
 pub(crate) struct Fault {
-    /// The parameter.
     pub(crate) parameter: usize,
     /// The gradients that its sum should contain.
     pub(crate) expected: Sum,

@@ -42,7 +42,6 @@ pub(crate) enum Transition {
 
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
-    /// The unit that the values belong to.
     pub(crate) unit: Arc<Unit>,
     /// All generations of the unit.
     pub(super) kin: Arc<Kin>,
@@ -189,7 +188,6 @@ impl Generation {
         self.version.store(epoch, Ordering::Relaxed);
     }
 
-    /// Sets the value of `slot`.
     pub(crate) fn set(&self, slot: usize, value: &Shown) {
         let mut values = self.values.lock();
         let value = Value::of(value).sealed(self.holders_group(), values.known(slot));
@@ -261,7 +259,6 @@ impl Generation {
         device::tracked(plain, &device)
     }
 
-    /// Returns the value of `slot`, without autodiff.
     pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
         self.held(slot).plain
     }

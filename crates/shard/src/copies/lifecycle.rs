@@ -28,7 +28,6 @@ impl fmt::Display for UnitState {
 
 /// The full parameters, flat and without autodiff, one for each gathered slot.
 pub(crate) struct Full {
-    /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
     /// Checksums of the gathered tensors, if ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
@@ -68,7 +67,6 @@ enum State {
 pub(crate) struct LifeCycle(Mutex<State>);
 
 impl LifeCycle {
-    /// Returns the state of the full parameters.
     pub(crate) fn state(&self) -> UnitState {
         match *self.0.lock() {
             State::Sharded => UnitState::Sharded,

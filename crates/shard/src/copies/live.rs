@@ -10,7 +10,6 @@ use crate::unit::Unit;
 /// A unit and all its generations.
 #[derive(Clone)]
 pub(crate) struct Copies {
-    /// The unit.
     pub(crate) unit: Arc<Unit>,
     kin: Arc<Kin>,
 }
@@ -32,7 +31,6 @@ impl WeakCopies {
 }
 
 impl Copies {
-    /// Returns the copies of the unit of `generation`.
     pub(crate) fn of(generation: &Generation) -> Self {
         Self {
             unit: generation.unit.clone(),

@@ -18,7 +18,6 @@ pub(crate) struct Current {
 }
 
 impl Current {
-    /// Returns the parameter in `slot` of `unit`.
     pub(crate) fn new(unit: Arc<Unit>, slot: usize, sealed_in: Option<ProcessGroup>) -> Self {
         Self {
             unit,
@@ -27,7 +26,6 @@ impl Current {
         }
     }
 
-    /// Returns the parameter's slot.
     pub(crate) fn slot(&self) -> &Slot {
         &self.unit.slots[self.slot]
     }

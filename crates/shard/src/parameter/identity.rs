@@ -37,7 +37,6 @@ struct Cell {
 }
 
 impl Identity {
-    /// Returns an identity with a known id.
     pub(crate) fn new(id: ParamId) -> Self {
         Self::with(id, true)
     }

@@ -23,7 +23,6 @@ use crate::unit::Unit;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
-    /// The copy of the module that has the parameter.
     pub(crate) copy: Copied,
     /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,

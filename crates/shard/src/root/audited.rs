@@ -10,7 +10,6 @@ use crate::copies::Generation;
 use crate::schedule::Note;
 use crate::unit::Unit;
 
-/// The data that the audit of a step needs.
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
     /// The number of each unit's first parameter, followed by the number of all parameters.

@@ -45,7 +45,6 @@ pub(crate) struct Root {
     progress: Mutex<Progress>,
     /// False if reduced gradients stay in the shards until a later backward.
     pub(super) is_last: AtomicBool,
-    /// The trial of the optimizer.
     pub(crate) trial: Trial,
     /// Path and id of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,

@@ -20,33 +20,32 @@ use note::Wish;
 pub(crate) use note::Note;
 pub(crate) use operation::Operation;
 
-/// The number of consecutive steps after which an operation that no rank needs is dropped from the order.
+/// Number of consecutive unneeded steps after which an operation is dropped from the order.
 const IDLE_LIMIT: u32 = 32;
-/// The number of times that the order keeps a forward gather without a backward, such as a teacher's.
+/// Maximum number of gathers of a unit that the order keeps although no backward follows, such as a teacher's.
 const ABANDONED_LIMIT: usize = 1;
 
-/// The mark of an operation that this rank asked for.
+/// Marks an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The mark of a gather whose backward has ended.
+/// Marks a gather whose backward has ended.
 const ENDED: u8 = 2;
-/// The mark of a gather that was prefetched for the wrong copy of the module.
+/// Marks a gather that was prefetched for the wrong copy of the module.
 const MISLED: u8 = 4;
 
-/// The next action towards the wanted operation.
+/// The next action of a rank that wants an operation.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// An operation to issue.
+    /// Issue an operation.
     Issue(Step),
-    /// The end of the recorded order, where ranks exchange their wishes.
+    /// Meet the other ranks at the end of the recorded order, and exchange wishes.
     Meet,
-    /// An agreement with the other ranks on the next operation.
+    /// Agree with the other ranks on the next operation.
     Agree,
 }
 
 /// An operation to issue now.
 #[derive(Debug)]
 pub(crate) struct Step {
-    /// The operation.
     pub(crate) operation: Operation,
     /// Position in the recorded order, if the order is being followed.
     pub(crate) position: Option<usize>,
@@ -54,19 +53,19 @@ pub(crate) struct Step {
     pub(crate) wanted: bool,
 }
 
-/// The orders of one rank's root: one for each choice of units that reduce, because steps with and without reductions
-/// have different sequences.
+/// The orders of one rank's root: one for each set of units that reduce, because steps with and without reductions have
+/// different sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
-    /// True for each unit that reduces in the current step.
+    /// For each unit, whether it reduces in the current step.
     choice: Vec<bool>,
     current: Schedule,
-    /// The orders of the other choices.
+    /// The orders for other sets of units.
     known: BTreeMap<Vec<bool>, Schedule>,
 }
 
 impl Schedules {
-    /// Selects the order for `choice`, the same on all ranks.
+    /// Selects the order for `choice`, which is the same on all ranks.
     pub(crate) fn select(&mut self, choice: Vec<bool>) {
         if choice != self.choice {
             let next = self.known.remove(&choice).unwrap_or_default();
@@ -95,18 +94,18 @@ pub(crate) struct Schedule {
     recorded: Vec<Entry>,
     /// This rank's marks for each recorded operation in the current step.
     marks: Vec<u8>,
-    /// The next place to issue.
+    /// The place of the next operation to issue.
     cursor: usize,
     /// The place after the operation that this rank last asked for. It equals the cursor as long as this rank finds
     /// what it needs; otherwise it falls behind.
     aligned: usize,
-    /// The places of the gathers whose backward has not ended yet, by use.
+    /// The places of the gathers whose backward has not ended yet, by the number of their use.
     uses: BTreeMap<u64, usize>,
     last_asked: Option<usize>,
     phase: Phase,
 }
 
-/// One place of the order.
+/// A place in the order.
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
@@ -114,7 +113,7 @@ struct Entry {
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,
-    /// True if the unit may be prefetched.
+    /// False after the operation was prefetched for the wrong copy of the module.
     ahead: bool,
     /// True if the operation was agreed on in this step.
     fresh: bool,
@@ -190,7 +189,7 @@ impl Schedule {
         })
     }
 
-    /// Notes that this rank got the wanted operation at `position`.
+    /// Notes that the operation that this rank asked for is at `position`.
     fn ask(&mut self, position: usize, wanted: Operation) {
         self.marks[position] |= match wanted {
             Operation::UnshardForward(_) => ASKED,
@@ -207,21 +206,21 @@ impl Schedule {
         }
     }
 
-    /// Notes that the backward of `use_id` has ended, or that none will be visible.
+    /// Notes that the backward of `use_id` has ended, or that the engine will not see its end.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
         }
     }
 
-    /// Records that the prefetched gather for `position` differs from the requested one.
+    /// Notes that the prefetched gather at `position` was for the wrong copy of the module.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
-        // The rank's next request refers to this place.
+        // This rank's next request is for the same place.
         self.aligned = position;
     }
 
-    /// Encodes this rank's wish for `wanted` as a message to the other ranks.
+    /// Encodes this rank's wish for `wanted`, to send to the other ranks.
     pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
         let place = match wanted {
             Operation::Finish => None,
@@ -237,14 +236,14 @@ impl Schedule {
         .encode()
     }
 
-    /// Returns the next place of `wanted`, starting from this rank's place.
+    /// Returns the next place of `wanted` from this rank's place in the order.
     fn find(&self, wanted: Operation) -> Option<usize> {
         let mut rest = self.recorded.iter().skip(self.aligned);
         let ahead = rest.position(|entry| entry.operation == wanted)?;
         Some(self.aligned + ahead)
     }
 
-    /// Asks the other ranks which operations they want. Collective.
+    /// Exchanges wishes with the other ranks, and returns them. Collective.
     pub(crate) fn ask_all(
         &self,
         wanted: Operation,
@@ -258,9 +257,9 @@ impl Schedule {
         Ok(group.exchange(label, wish)?)
     }
 
-    /// Returns the first of the operations that the ranks want; `None` if all are at their end.
+    /// Returns the first operation that any rank wants; `None` if all ranks are at the end of backward.
     ///
-    /// The operation is inserted where the most advanced rank would have expected it.
+    /// An operation that the order lacks is inserted where the most advanced rank would have expected it.
     pub(crate) fn agree(&mut self, wanted: Operation, wishes: &[Vec<u8>]) -> Option<Step> {
         let wishes: Vec<_> = wishes.iter().map(|wish| Wish::decode(wish)).collect();
         let wished = wishes.iter().map(|wish| wish.operation);
@@ -325,8 +324,8 @@ impl Schedule {
         }
     }
 
-    /// Returns the next gather of the same direction after `last`, if it may already be gathered at
-    /// `position`. The answer depends only on the order.
+    /// Returns the next gather of the same direction after `last`, if it may already start at `position`. The answer
+    /// depends only on the order.
     pub(crate) fn following_unshard(
         &self,
         position: usize,
@@ -346,7 +345,7 @@ impl Schedule {
         (!is_busy).then_some((place, entry.operation))
     }
 
-    /// Returns the marks of this rank, one byte for each place of the order.
+    /// Returns this rank's marks, one byte for each place in the order.
     pub(crate) fn marks(&self) -> &[u8] {
         &self.marks
     }

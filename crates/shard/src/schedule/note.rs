@@ -6,7 +6,7 @@ use super::operation::Operation;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wish {
     pub(crate) operation: Operation,
-    /// The place at which the order lacks it; `None` if the order contains it, or at the end of backward.
+    /// The place where the order lacks the operation; `None` if the order contains it, or at the end of backward.
     pub(crate) place: Option<usize>,
 }
 
@@ -46,10 +46,9 @@ impl Wish {
     }
 }
 
-/// A rank's message in the last exchange of a step: its wish, its marks, flags for the parameters kept whole that have
-/// gradients, and audit data.
+/// A rank's message in the last exchange of a step.
 pub(crate) struct Note {
-    /// The encoded wish of the rank.
+    /// The encoded [`Wish`] of the rank.
     pub(crate) wish: Vec<u8>,
     /// The marks of the rank, one byte for each place of the order.
     pub(crate) marks: Vec<u8>,
@@ -61,7 +60,7 @@ pub(crate) struct Note {
     pub(crate) told: Vec<u8>,
 }
 
-/// The lengths of a note's fixed-length parts, the same on all ranks.
+/// The lengths of those parts of a note that have the same length on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
     /// The number of places of the order.
@@ -71,7 +70,7 @@ pub(crate) struct NoteLengths {
 }
 
 impl Note {
-    /// Returns the lengths of the parts in a rank's note for this reduction, equal on all ranks.
+    /// Returns the lengths of the note's parts, equal on all ranks.
     pub(crate) fn lengths(&self) -> NoteLengths {
         NoteLengths {
             places: self.marks.len(),
@@ -84,7 +83,7 @@ impl Note {
         [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }
 
-    /// Returns the flags and the tags: the note of the reduction itself.
+    /// Returns the flags and the tags, which are the note of the reduction itself.
     pub(crate) fn of_reduction(&self) -> Vec<u8> {
         [&self.used[..], &self.tags].concat()
     }

@@ -26,7 +26,7 @@ impl Operation {
         }
     }
 
-    /// Returns true if it creates full parameters.
+    /// Returns true if the operation creates full parameters.
     pub(super) fn is_gather(self) -> bool {
         matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
     }

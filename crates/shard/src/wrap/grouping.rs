@@ -55,7 +55,6 @@ impl Ignored {
         Ok(Self(ignored))
     }
 
-    /// Returns true if the parameter at `path` is ignored.
     pub(crate) fn contains(&self, path: &str) -> bool {
         self.0.contains(path)
     }

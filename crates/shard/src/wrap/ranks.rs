@@ -11,7 +11,6 @@ use burn_fsdp_mesh::Strategy;
 pub(super) struct Ranks {
     /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
-    /// The groups that a unit's operations go through.
     pub(super) groups: Groups,
 }
 

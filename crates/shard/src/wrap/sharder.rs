@@ -94,12 +94,10 @@ impl<'a> Sharder<'a> {
         (sharder, made)
     }
 
-    /// Sets the function that reads initial values.
     pub(super) fn reading(self, read: Option<Read<'a>>) -> Self {
         Self { read, ..self }
     }
 
-    /// Sets the fields that share a parameter with an earlier one.
     pub(super) fn tying(self, ties: Ties) -> Self {
         Self { ties, ..self }
     }
