@@ -19,8 +19,8 @@ pub(crate) struct Groups {
     pub(crate) reduce: ProcessGroup,
     /// The ranks that hold the same shards, with hybrid sharding.
     pub(crate) replicas: Option<ProcessGroup>,
-    /// The neighbours that share the full parameters between forward and backward, if they are fewer than the
-    /// ranks that hold the shards.
+    /// The neighbours that share the full parameters between forward and backward; `None` if these are all ranks that
+    /// hold the shards, or only this rank.
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
@@ -38,7 +38,6 @@ pub(crate) struct UnitSpec {
     pub(crate) groups: Groups,
     /// The devices of its shards and of its full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
-    /// The options for its gradients.
     pub(crate) gradients: GradientOptions,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
@@ -58,7 +57,7 @@ impl UnitSpec {
         gathered.map(Slot::unsharded_bytes).sum()
     }
 
-    /// Returns true if using it requires a gather.
+    /// Returns true if a use of the unit requires a gather.
     pub(crate) fn is_gathered(&self) -> bool {
         self.slots.iter().any(Slot::is_gathered)
     }
@@ -77,7 +76,7 @@ impl UnitSpec {
     }
 }
 
-/// Returns the mean over `ranks`, or the reduction with `factors`.
+/// Returns the reduction that computes the mean over `ranks` ranks, or applies `factors`.
 pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
     match factors {
         Some(DivideFactors { pre, post }) => Reduction::sum()

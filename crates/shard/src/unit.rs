@@ -12,29 +12,29 @@ use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
-/// The initial depth of a unit's gathers beyond the previous use: more than the depth of a transformer block.
+/// The first stride: the number of graph levels between two uses of units. It exceeds the depth of a transformer block.
 const FIRST_STRIDE: usize = 64;
-/// The longest stride.
+/// The longest stride to try.
 const LONGEST_STRIDE: usize = 1 << 12;
-/// The mark for the first stride after longer strides did not help.
+/// Marks a unit for which longer strides did not help. It uses the first stride.
 const HOPELESS: usize = 0;
 
 /// The reason for keeping full weights from forward to backward, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// No reason: they are freed after forward and gathered again.
+    /// None: full weights are freed after forward and gathered again.
     No,
-    /// The unit is the root's. Its weights are no longer kept once it is below another root.
+    /// The unit is the root's. Its weights are no longer kept once its module is below another root.
     AsRoot,
-    /// The strategy, or a user's switch.
+    /// The strategy or a user's switch keeps them.
     Always,
 }
 
-/// The properties that may be switched between steps, identically on all ranks.
+/// The properties that may be switched between steps, in the same way on all ranks.
 pub(crate) struct Switches {
     /// True if gradients are reduced after backward; otherwise they stay on this rank.
     pub(crate) sync: AtomicBool,
-    /// True if reduced gradients are also reduced across replicas; otherwise they wait.
+    /// True if reduced gradients are also reduced across replicas; otherwise they wait in the shards.
     pub(crate) all_reduce: AtomicBool,
     /// True if full parameters are freed when backward no longer needs them.
     pub(crate) reshard_after_backward: AtomicBool,
@@ -42,18 +42,17 @@ pub(crate) struct Switches {
     pub(crate) factors: Mutex<Option<DivideFactors>>,
 }
 
-/// A unit of a sharded module on one rank: its fixed and its mutable properties.
+/// A unit of a sharded module on one rank: its fixed properties and its mutable state.
 pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
     keep: Mutex<Keep>,
-    /// The properties that may be changed between steps.
     pub(crate) switches: Switches,
     /// Position in the root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// For each slot that is the first of a module, true if the module's optimizer has been tried.
+    /// For each slot that is the first of a module, whether the module's optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
@@ -116,7 +115,7 @@ impl Unit {
         }
     }
 
-    /// Returns true if reduced gradients may be delivered, across replicas if there are any.
+    /// Returns true if reduced gradients may be delivered: there are no replicas, or gradients are reduced across them.
     pub(crate) fn crosses(&self) -> bool {
         self.groups.replicas.is_none() || self.switches.all_reduce.load(Ordering::Relaxed)
     }
@@ -139,7 +138,7 @@ impl Unit {
         self.switches.sync.load(Ordering::Relaxed)
     }
 
-    /// Returns the divisors of its gradients, if they replace the number of ranks.
+    /// Returns the divisors of the unit's gradients; `None` for the number of ranks.
     pub(crate) fn factors(&self) -> Option<DivideFactors> {
         *self.switches.factors.lock()
     }
@@ -172,7 +171,7 @@ impl Unit {
         self.index.load(Ordering::Relaxed)
     }
 
-    /// Returns the depth of its gathers beyond the previous use, a multiple of the first stride.
+    /// Returns the number of graph levels between the previous use and this unit's, a multiple of the first stride.
     pub(crate) fn stride(&self) -> usize {
         match self.stride.load(Ordering::Relaxed) {
             HOPELESS => FIRST_STRIDE,
@@ -197,7 +196,7 @@ impl Unit {
         adapter.map(|adapter| adapter.scale)
     }
 
-    /// Returns true if the weight of `slot`, including its adapter's part, needs elements of other ranks.
+    /// Returns true if the weight of `slot`, including its adapter's part, needs elements from other ranks.
     pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
         let adapter = self.slots[slot].adapter.as_ref();
         let factors = adapter.map(|adapter| [adapter.a, adapter.b]);

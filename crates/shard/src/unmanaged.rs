@@ -15,7 +15,7 @@ use crate::root::Root;
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] with the first one, if several ranks train together.
+/// [`Error::Unmanaged`] with the first such parameter, if several ranks train together.
 pub(crate) fn refuse<M: Module>(
     module: &M,
     roots: &[Arc<Root>],

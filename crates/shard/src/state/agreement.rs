@@ -36,7 +36,7 @@ pub enum Agreement {
 ///
 /// # Errors
 ///
-/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two of the ranks;
+/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two ranks that differ;
 /// [`Error::NotSharded`]; a failed collective.
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();
@@ -77,7 +77,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {
         let Some(sum) = sums.get(index) else {
-            // The rank has fewer parameters than another one.
+            // This rank has fewer parameters than another one.
             return Some((0, rank));
         };
         let (holder, hash) = *first.entry(sum.piece).or_insert((rank, sum.hash));
@@ -91,7 +91,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
 /// A checksum of a rank's part of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
-    /// Number of the shard; ranks with the same number are replicas of each other.
+    /// The number of the part; ranks with the same number are replicas of each other.
     piece: u64,
     hash: u64,
 }

@@ -16,15 +16,15 @@ use crate::transport;
 
 const LABEL: &str = "running states";
 
-/// The treatment of the ranks' running states.
+/// The way in which running states are synchronized across ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
-    /// Each rank keeps its own states, and nothing is communicated.
+    /// Each rank keeps its own states. Nothing is communicated.
     Local,
     /// All ranks get rank 0's states, as if only one rank had trained. Do this before saving.
     #[default]
     Broadcast,
-    /// All ranks get the mean.
+    /// All ranks get the mean of the ranks' states.
     Average,
 }
 
@@ -34,8 +34,8 @@ pub enum BufferSync {
 /// In Burn, all clones of a module share a running state, so clones on this rank also see the new value. Parameters are
 /// unchanged.
 ///
-/// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
-/// together; none if there are none, or with [`BufferSync::Local`].
+/// Collective over all ranks of the module: one broadcast or all-reduce of all running states together. There is none
+/// without running states, or with [`BufferSync::Local`].
 ///
 /// # Errors
 ///
@@ -57,7 +57,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
         BufferSync::Broadcast => broadcast(&group, &buffers)?,
     };
     let places = buffers.into_iter().map(|buffer| buffer.path);
-    // This also runs if nothing is replaced, because all ranks must make the same passes over the module.
+    // This also runs if nothing is replaced, because all ranks must run the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
 }
@@ -87,8 +87,7 @@ pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, 
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
     inspect::visit(&module, &mut lazy);
-    // A module without lazy parameters may have run, and then has an update that mappers see only after a
-    // synchronization.
+    // A module without lazy parameters may have run. Mappers see its last update only after a synchronization.
     if !paths.is_empty() && !lazy.0 {
         drop(module.valid());
     }
@@ -187,11 +186,10 @@ fn average(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Err
     Ok(received.buffers)
 }
 
-/// One running state.
 struct Running {
-    /// Path in the module.
+    /// Path of the running state in the module.
     path: String,
-    /// Its elements, without autodiff.
+    /// Its flat elements, without autodiff.
     flat: Tensor<1>,
 }
 
@@ -212,7 +210,7 @@ impl Running {
     }
 }
 
-/// Updates the running states of `module`, and returns their paths.
+/// Makes the last updates of the running states of `module` visible, and returns their paths.
 pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     let paths = survey(module)?.buffers;
     if !paths.is_empty() {

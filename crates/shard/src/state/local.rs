@@ -117,7 +117,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
 pub struct LocalId {
     /// Path in the module.
     pub path: String,
-    /// The id of the parameter before it was sharded, or in a record that was loaded later.
+    /// The id of the parameter before it was sharded, or the id from a record that was loaded later.
     pub id: ParamId,
     /// The id of its stand-in, which is the parameter's id in records of the module.
     pub recorded: ParamId,
@@ -204,7 +204,7 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape of its elements on this rank: flat for a parameter that a unit manages.
+    /// Returns the shape of the elements that this rank holds: flat for a parameter that a unit manages.
     fn held_shape(&self) -> Vec<usize> {
         match self.part {
             LocalPart::Own => self.shape.clone(),

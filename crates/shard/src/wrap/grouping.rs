@@ -27,7 +27,7 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
 pub(crate) struct Ignored(HashSet<String>);
 
 impl Ignored {
-    /// Finds the ignored parameters in the survey.
+    /// Finds the parameters that the policy ignores.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ fn expect_match<'a>(
     }
 }
 
-/// Maximum number of modules that a message names.
+/// Maximum number of modules that an error message lists.
 const NAMED: usize = 12;
 
 pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
@@ -89,8 +89,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns that select units. Patterns of a multi-module unit carry its name and come first, so no
-/// single-module pattern splits it.
+/// Returns the patterns that select units. Patterns of a joint unit come with its name, and first, so no single-module
+/// pattern splits it.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
@@ -103,7 +103,7 @@ fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     joint.chain(single).collect()
 }
 
-/// The parameters of each unit. A parameter belongs to the innermost module that a pattern matches.
+/// The parameters of each unit. A parameter belongs to the innermost module that matches a pattern.
 pub(crate) struct Grouping {
     /// The parameters by unit path: the root's first, with the empty path, then the other units' in the order
     /// of first appearance.
@@ -111,8 +111,8 @@ pub(crate) struct Grouping {
 }
 
 impl Grouping {
-    /// Groups `parameters` by the policy's patterns. A pattern may also match only fields at the paths `tied`, which
-    /// share another field's parameter.
+    /// Groups `parameters` by the policy's patterns. A pattern may also match only tied fields, at the paths `tied`,
+    /// which share another field's parameter.
     ///
     /// # Errors
     ///
@@ -136,7 +136,7 @@ impl Grouping {
             for ((pattern, joint), matched) in named.iter().zip(&mut matched) {
                 if let Some(module) = pattern.module_of(path) {
                     *matched = true;
-                    // All of them contain the parameter, so the longest path is the innermost.
+                    // All of these modules contain the parameter, so the longest path is the innermost.
                     let name = joint.as_deref().unwrap_or(module);
                     if module.len() > innermost.len() {
                         (innermost, unit) = (module, name);
@@ -200,7 +200,7 @@ impl Grouping {
         Ok(paths.zip(balanced_owners(&sizes, num_ranks)).collect())
     }
 
-    /// Returns the units, without values or a root; `is_replica` if `replicate` creates them.
+    /// Returns the units, without values or a root. `is_replica` is true if `replicate` creates them.
     ///
     /// # Errors
     ///
@@ -250,7 +250,7 @@ impl Grouping {
     }
 }
 
-/// Returns the part of a parameter that ranks hold.
+/// Returns which part of a parameter a rank holds.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;

@@ -46,7 +46,7 @@ impl Ranks {
                 mesh.world().clone()
             }
             Some(_) => {
-                // All ranks that train together have the same coordinates on the other axes.
+                // Ranks that train together have the same coordinates on all other axes.
                 let axes = mesh.mesh().axes().iter().zip(mesh.coordinate());
                 let ours = |name: &str| {
                     name == policy.axis || Some(name) == policy.replicate_axis.as_deref()
@@ -58,7 +58,7 @@ impl Ranks {
             }
         };
         if policy.strategy == Strategy::NoShard {
-            // One all-reduce over all of them.
+            // Without shards, one all-reduce covers all ranks.
             return Ok(Self {
                 groups: Groups {
                     shard: all.clone(),

@@ -88,7 +88,6 @@ impl Ties {
         Ok(ties)
     }
 
-    /// Returns the paths of the fields.
     pub(super) fn paths(&self) -> impl Iterator<Item = &str> + Clone {
         self.fields.iter().map(|field| field.found.path.as_str())
     }
@@ -192,7 +191,7 @@ pub(super) fn tied(first: &str, second: &str, problem: &'static str) -> Error {
     }
 }
 
-/// A visitor that collects the flat values of initialized parameters.
+/// A visitor that collects the flat values of initialized tied parameters.
 struct Values<'a> {
     wanted: HashSet<&'a str>,
     found: HashMap<String, Tensor<1>>,
