@@ -16,7 +16,7 @@ pub(crate) struct Adapter {
     pub(crate) scale: f64,
 }
 
-/// The gradients of an adapter's factors, flat.
+/// The flat gradients of an adapter's factors.
 pub(crate) struct FactorGradients {
     pub(crate) a: Tensor<1>,
     pub(crate) b: Tensor<1>,

@@ -7,13 +7,13 @@ use std::cell::RefCell;
 pub(crate) enum Purpose {
     /// A search for sharded parameters that does not need their values.
     Inspect,
-    /// A map in which mappers of sharded parameters act only as they did before sharding.
+    /// A map in which mappers of sharded parameters behave as before sharding.
     PlainMappers,
-    /// The removal of reparameterizations, which leaves each base value as the parameter's value.
+    /// The removal of reparameterizations, which keeps each base value as the parameter's value.
     KeepBase,
     /// The preparation of a module for a recomputed region. Sharded parameters stay unchanged.
     Prepare,
-    /// The creation of a module's own running states. Sharded parameters stay unchanged.
+    /// The creation of separate running states for a module. Sharded parameters stay unchanged.
     OwnStates,
     /// A clone of a module for an autodiff graph, which must not count as a live copy.
     CopyForGraph,
@@ -25,7 +25,7 @@ pub(crate) enum Purpose {
     Map,
     /// A call of a gradient hook.
     Hook,
-    /// A call that catches unwinding errors and returns them as values.
+    /// A call of [`catch`](crate::catch), which returns unwinding errors as values.
     Catch,
 }
 
@@ -60,7 +60,7 @@ pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
 }
 
-/// Returns true if any purpose except [`Purpose::Catch`] is active: the thread then runs code of the engine.
+/// Returns true if any purpose except [`Purpose::Catch`] is active, so the thread is running engine code.
 pub(crate) fn is_engine() -> bool {
     PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }

@@ -1,4 +1,4 @@
-//! Evaluation in which ranks may use different units.
+//! Evaluation in which ranks may take different routes through a module.
 
 use burn::module::Module;
 
@@ -20,9 +20,9 @@ use crate::thrown::catch;
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside another evaluation, for any copy of the module except the one passed
-/// to `body`, and on all ranks if one fails; [`Error::Option`] for a module whose units are sharded over several
-/// groups; a failed collective.
+/// [`Error::NotSharded`]; [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than
+/// the one it received, and on all ranks if one rank fails; [`Error::Option`] for a module whose units are sharded over
+/// several groups; a failed collective.
 ///
 /// ```
 /// use burn::module::Module;

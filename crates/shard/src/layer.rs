@@ -8,11 +8,12 @@ use burn::tensor::{DType, Device};
 use crate::error::Error;
 use crate::path::Location;
 
-/// The layer that computes in the type of its running states.
+/// Burn's name for the layer that computes in the type of its running states.
 const BATCH_NORM: &str = "Struct:BatchNorm";
-/// The layers that compute in the device's default type, because they create their initial states and outputs in it.
+/// Burn's names for the layers that compute in the device's default type: they create their initial states and outputs
+/// in it.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// A part of every recurrent layer, which distinguishes it from a user's struct of the same name.
+/// Burn's name for a part that every recurrent layer has, and that a user's struct of the same name lacks.
 const GATE: &str = "Struct:GateController";
 
 /// A Burn layer that computes in only one type.
@@ -27,8 +28,7 @@ pub(crate) struct Layer {
 }
 
 /// Returns the layer that contains the parameter at `place`, if it is one of these layers. `containers` are Burn's
-/// names for the kinds of the modules around the current position. The type of a layer with running states is not yet
-/// known.
+/// names for the kinds of the enclosing modules. For a layer with running states, the type is set later.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],

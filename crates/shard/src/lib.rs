@@ -1,8 +1,8 @@
 //! The eager engine of `burn-fsdp`: fully sharded data parallelism for any Burn module.
 //!
-//! [`fully_shard`] takes a module and returns a module of the same type. From then on each rank holds a shard
-//! of every parameter. Full weights exist only around the forward and the backward of the *unit* that owns
-//! them. The training loop stays Burn's own.
+//! [`fully_shard`] takes a module and returns a module of the same type. From then on each rank holds only its shards
+//! of the parameters. Full weights exist only around the forward and the backward of the *unit* to which they belong.
+//! The training loop remains Burn's own.
 //!
 //! # Structure
 //!
@@ -42,7 +42,7 @@
 //! - `unmanaged`: parameters that would not be reduced.
 //! - `recompute` (activation checkpointing), `numbers` (random numbers that are drawn again), `leaves` (autodiff leaves
 //!   that ranks share) and `step` ([`backward`]).
-//! - `wrapper`: all of this as methods.
+//! - `wrapper`: a module type with all of this as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!

@@ -78,14 +78,14 @@ pub(crate) trait Announce: fmt::Debug + Send + Sync {
 
 /// A shard gradient that is ready for the optimizer.
 pub(crate) struct Reduced {
-    /// The leaf that it belongs to.
+    /// The leaf to which the gradient belongs.
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// Its checksum on arrival, and its description, if ranks compare bytes.
+    /// The gradient's checksum on arrival, and its description, if ranks compare bytes.
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
@@ -106,7 +106,7 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
-/// The engine's operations. `full` has no autodiff; `value` is the tensor that the optimizer sees.
+/// The engine's operations. A `full` parameter has no autodiff; `value` is the tensor that the optimizer sees.
 #[backend_extension(
     Flex,
     Cube: cfg(feature = "cube"),
@@ -130,7 +130,7 @@ pub(crate) trait ShardOps: Backend {
         milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
-    /// Returns the untracked `ruler`, deepened by `links`.
+    /// Makes `ruler`, which is untracked, `links` levels deeper.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
     /// Returns the `output` that a region computed from `input` without a graph, as a node whose backward runs `region`
@@ -158,7 +158,7 @@ pub(crate) trait Primitive: Backend {
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-/// The operations on a backend without autodiff, which are only reshapes.
+/// Implements the operations for a backend without autodiff, where they are only reshapes.
 macro_rules! plain_backend {
     ($backend:ty) => {
         impl Primitive for $backend {
@@ -244,7 +244,7 @@ impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
     fn backward(self, ops: Ops<Arc<dyn Weight>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [value, _token] = ops.parents;
         let gradient = grads.consume::<B>(&ops.node);
-        // A frozen value has no node: Burn computed its gradient anyway, and it is dropped here.
+        // A frozen value has no node. Burn computed its gradient anyway; it is dropped here.
         if value.is_some() {
             ops.state.receive(B::raise(gradient));
         }
@@ -332,7 +332,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
             .memory_bound()
             .retro_forward(regather);
-        // Burn does not recompute a node with an untracked parent, so a frozen value is left out: the generation holds
+        // Burn does not recompute a node with an untracked parent, so a frozen value is left out. The generation holds
         // it for the retro-forward anyway.
         let prepared = if value.is_tracked() {
             prepared.parents([&value, &token])
@@ -414,7 +414,7 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// Returns the untracked `ruler`, deepened by `links`.
+/// Makes `ruler`, which is untracked, `links` levels deeper.
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }

@@ -39,8 +39,8 @@ impl Packing {
         self.bytes.num_elements()
     }
 
-    /// Returns the record of a shard with these elements, which are 32-bit floats in native byte order. It is empty for
-    /// a shard without a record.
+    /// Returns the record of shard `shard`, whose elements are 32-bit floats in native byte order. It is empty for a
+    /// rank that has no record.
     pub(crate) fn packed(&self, elements: &[u8], shard: usize) -> Vec<u8> {
         let mut record = vec![0; self.bytes.len(shard)];
         if record.is_empty() {
@@ -56,7 +56,7 @@ impl Packing {
         record
     }
 
-    /// Writes all elements to `into`, as 32-bit floats in native byte order.
+    /// Unpacks all records, and writes the elements to `into` as 32-bit floats in native byte order.
     pub(crate) fn unpack(&self, records: &[u8], into: &mut [u8]) {
         for (shard, range) in self.elements.non_empty() {
             let record = &records[self.bytes.range(shard)];

@@ -18,7 +18,7 @@ pub(crate) const FACTOR_A: &str = "lora.a";
 /// Path of the second factor.
 pub(crate) const FACTOR_B: &str = "lora.b";
 
-/// The position of a walk over a module.
+/// A position in a module during a walk.
 #[derive(Debug, Default)]
 pub(crate) struct Location {
     names: Vec<String>,
@@ -31,12 +31,12 @@ impl Location {
         self.names.join(".")
     }
 
-    /// Returns the path of the module that is `depth` names deep.
+    /// Returns the first `depth` names of the path, which name a module.
     pub(crate) fn path_to(&self, depth: usize) -> String {
         self.names[..depth].join(".")
     }
 
-    /// Returns true if this is inside a reparameterization.
+    /// Returns true if the position is inside a reparameterization.
     pub(crate) fn is_nested(&self) -> bool {
         self.reparameterizations > 0
     }

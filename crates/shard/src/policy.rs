@@ -73,13 +73,13 @@ impl DivideFactors {
     }
 }
 
-/// The communicator that reductions go through.
+/// Selects the communicator for reductions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// The communicator of the gathers, so both share one queue.
+    /// The communicator of the gathers, with one queue for both.
     #[default]
     Shared,
-    /// A separate communicator, so an engine with a queue per communicator can overlap the two.
+    /// A separate communicator, so an engine with a queue for each communicator can overlap reductions and gathers.
     Own,
 }
 
@@ -145,13 +145,13 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets what is sharded, and how long full parameters are kept.
+    /// Sets what is sharded, and how long full parameters are kept. Default: [`Strategy::FullShard`].
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
         self
     }
 
-    /// Sets where parameters may be cut.
+    /// Sets where parameters may be cut into shards. Default: [`Cut::Elements`].
     pub fn cut(mut self, cut: Cut) -> Self {
         self.cut = cut;
         self
@@ -261,7 +261,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the communicator that reductions go through.
+    /// Sets the communicator for reductions. Default: [`ReduceGroup::Shared`].
     pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
         self.reduce_group = group;
         self

@@ -23,14 +23,14 @@ use crate::report;
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// Number of rows and of columns of the probe matrix. Half of it is a whole number of vectors on any processor, so
-/// equal arithmetic gives equal bits.
+/// Number of rows and of columns of the probe matrix. Half of the matrix fills whole vector registers on any processor,
+/// so equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
 /// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
-/// Returns element `i` of the matrix or of its gradient in a step: either sign, never zero, with rows and columns of
-/// different magnitudes.
+/// Returns element `i` of the matrix or of its gradient in a step. Elements have either sign and are never zero, and
+/// rows and columns have different magnitudes.
 pub(crate) fn element(i: usize, step: usize) -> f32 {
     let (row, column) = (i / SIDE, i % SIDE);
     let sign = if (i * 7 + step * 3) % 5 < 2 {
@@ -41,7 +41,7 @@ pub(crate) fn element(i: usize, step: usize) -> f32 {
     sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
-/// Returns a tensor with these elements, in row-major order.
+/// Returns a tensor whose elements are `element(0)`, `element(1)` and so on, in row-major order.
 pub(crate) fn tensor_of<const D: usize>(
     shape: [usize; D],
     element: impl Fn(usize) -> f32,
@@ -102,7 +102,7 @@ pub(crate) struct Trial {
 
 #[derive(Debug, Default)]
 struct Parameters {
-    /// The probes that the last backward registered, by place.
+    /// The probes that the last backward registered, by the `place_of` their parameter.
     probes: HashMap<u64, Probes>,
     tried: HashSet<ParamId>,
 }
@@ -110,7 +110,7 @@ struct Parameters {
 /// A parameter on which to try an optimizer.
 pub(crate) struct Subject {
     pub(crate) id: ParamId,
-    /// The device of its shard, with autodiff.
+    /// The device of the parameter's shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
     /// True if optimizers see only a part of the parameter.
@@ -120,7 +120,7 @@ pub(crate) struct Subject {
 /// The probes of one parameter.
 #[derive(Debug, Clone)]
 struct Probes {
-    /// The parameter that they accompany.
+    /// The parameter with which these probes are passed to mappers.
     shown_with: ParamId,
     device: Device,
     dtype: DType,
@@ -158,8 +158,8 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Registers gradients for the probes of those `subjects` (the trained parameters that optimizers see in parts) on
-    /// which no optimizer was tried yet.
+    /// Registers gradients for the probes of those `subjects` whose optimizer has not been tried yet. `subjects` are
+    /// the trained parameters that optimizers see in parts.
     pub(crate) fn register(
         &self,
         subjects: impl Iterator<Item = Subject>,
@@ -179,7 +179,7 @@ impl Trial {
         }
     }
 
-    /// Notes that the optimizer of the parameter `id` passed its trial.
+    /// Records that the optimizer of the parameter `id` passed its trial.
     pub(crate) fn pass(&self, id: ParamId) {
         let mut parameters = self.parameters.lock();
         parameters.tried.insert(id);
@@ -284,7 +284,7 @@ impl Probes {
         }
     }
 
-    /// Returns probes without gradients.
+    /// Returns probes for a map without registered gradients.
     fn lone(param: &Param<Tensor<1>>) -> Self {
         let value = param.base();
         Self {
@@ -308,7 +308,7 @@ impl Probes {
     }
 
     fn id(&self, probe: Probe, shard: usize) -> ParamId {
-        // The states of the two kinds must not be confused in records.
+        // Records must not confuse the states of the two kinds.
         let kind = if self.num_shards == 1 { STRIDE / 2 } else { 0 };
         let number = (probe as usize + shard) as u64;
         ParamId::from(RESERVED + place_of(self.shown_with) * STRIDE + kind + number)
@@ -334,7 +334,7 @@ impl Probes {
         if control.as_ref() != Some(&before) {
             return Verdict::NoOptimizer;
         }
-        // An optimizer that does not accept a matrix at all does not compute with whole ones.
+        // An optimizer that accepts no matrix at all does not compute with whole ones.
         let (before, Some(whole)) = self.mapped(Probe::Whole, 0, matrix, mapper) else {
             return Verdict::Elementwise;
         };

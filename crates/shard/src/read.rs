@@ -8,7 +8,7 @@ use burn::tensor::DType;
 
 use crate::error::Error;
 
-/// A unit whose parameters have names.
+/// A unit that can name its parameters.
 pub(crate) trait Named {
     /// Returns the path of the parameter in `slot`, and the type in which it computes.
     fn named(&self, slot: usize) -> (String, DType);

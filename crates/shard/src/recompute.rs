@@ -27,14 +27,14 @@ use crate::region::{self, RegionState, within};
 use crate::thrown::throw;
 use crate::wrap::own_states;
 
-/// Returns a copy of `module` with its plain parameters replaced by `mapper`.
+/// Returns a copy of `module` whose unsharded parameters `mapper` has replaced.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw different numbers in the copy.
     module.visit(&mut Initialize);
     ambient::within(Purpose::Prepare, || copy(module).map(mapper))
 }
 
-/// Returns a copy of `module` that does not outlive its graph.
+/// Returns a copy of `module` for use in a graph only.
 fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
 }
@@ -118,7 +118,7 @@ fn with_own_states<M: Module>(module: M) -> M {
     }
 }
 
-/// A visitor that looks for an unsharded float tensor without gradients, which may be a running state.
+/// A visitor that finds out whether a module has an unsharded float tensor without gradients, such as a running state.
 struct Untrained(bool);
 
 impl path::Visitor for Untrained {
@@ -137,7 +137,7 @@ impl ModuleVisitor for Initialize {
     }
 }
 
-/// A mapper that takes plain parameters out of the graph. Sharded parameters handle this themselves.
+/// A mapper that takes unsharded parameters out of the graph. Sharded parameters handle this themselves.
 struct Detach;
 
 impl ModuleMapper for Detach {
@@ -149,7 +149,7 @@ impl ModuleMapper for Detach {
     }
 }
 
-/// A mapper that gives plain parameters separate leaves for the region.
+/// A mapper that gives unsharded parameters separate leaves for the region.
 struct OwnLeaves;
 
 impl ModuleMapper for OwnLeaves {
@@ -230,7 +230,7 @@ fn flattened<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> Hande
     }
 }
 
-/// The nodes of a module's own leaves, and the gradients of the region's leaves.
+/// The graph nodes of the module's own leaves, and the gradients of the region's leaves.
 struct Leaves {
     nodes: Vec<Option<NodeId>>,
     gradients: Gradients,
@@ -245,7 +245,7 @@ impl ModuleVisitor for Leaves {
     }
 }
 
-/// A visitor that takes the gradients of the region's leaves, in the same order.
+/// A visitor that collects the gradients of the region's leaves for the module's own leaves.
 struct Collect<'a>(&'a mut Leaves);
 
 impl ModuleVisitor for Collect<'_> {
@@ -259,7 +259,7 @@ impl ModuleVisitor for Collect<'_> {
     }
 }
 
-/// A few elements of a region's output, enough to notice that the second forward computed a different result.
+/// A sample of a region's output, enough to notice that the second forward computed a different result.
 struct Sample(Vec<f32>);
 
 impl Sample {

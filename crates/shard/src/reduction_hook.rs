@@ -66,7 +66,7 @@ pub struct FullGradient {
     pub(crate) tensor: Tensor<1>,
     /// The partition into shards; `None` if every rank holds all of the parameter.
     pub(crate) partition: Option<Partition>,
-    /// The elements that this rank holds.
+    /// The range of flat elements that this rank holds.
     pub(crate) held: Range<usize>,
 }
 
@@ -93,7 +93,7 @@ impl FullGradient {
         self.held.clone()
     }
 
-    /// Returns this rank's part of a flat tensor of the parameter's length.
+    /// Returns the elements that this rank holds of `full`, a flat tensor with the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
             // Burn does not support empty slices.
@@ -194,7 +194,7 @@ impl UnitReduction {
         })
     }
 
-    /// Reduces tensors with one operation per type of sum, and returns the sums in the order of the tensors.
+    /// Reduces tensors with one collective for each type of sum, and returns the sums in the order of the tensors.
     fn by_kind(
         &self,
         tensors: impl Iterator<Item = (usize, Tensor<1>)>,
@@ -294,7 +294,7 @@ struct Kind {
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,
-    /// Burn's type of the sum.
+    /// The type of the sum, as Burn's type.
     dtype: DType,
     device: Device,
 }

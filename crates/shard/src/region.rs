@@ -19,16 +19,16 @@ pub(crate) enum RegionState {
     Again,
 }
 
-/// A holder of units that a region may use.
+/// A root whose units a region may use.
 pub(crate) trait Recomputed: Send + Sync {
     /// Ends the second forward of the region.
     fn end_recomputation(&self);
 }
 
-/// A root with a unit that a region has used.
+/// A root with a unit that the region has used.
 pub(crate) struct Touched {
     pub(crate) by: Arc<dyn Recomputed>,
-    /// The token of the pass around the region.
+    /// The token of the pass in which the region runs.
     pub(crate) token: Tensor<1>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn state() -> RegionState {
     }
 }
 
-/// Notes that a region has used a unit of `root`; `token` is the token of the pass around it.
+/// Notes that a region has used a unit of `root`. `token` is the token of the pass in which the region runs.
 pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     TOUCHED.with_borrow_mut(|touched| {
         let is_root =

@@ -52,7 +52,7 @@ pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
 }
 
-/// Flips a bit of a flat tensor without autodiff, if a fault is injected there.
+/// Flips a bit of a flat tensor without autodiff, if a test injects a fault at `at`.
 pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
@@ -83,7 +83,7 @@ impl Held {
         check(group, Some(&self.seal), &self.value, what)
     }
 
-    /// Flips a bit of the value, if a fault is injected there.
+    /// Flips a bit of the value, if a test injects a fault at `at`.
     pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
         flip_if_told(group, at, &mut self.value);
     }
@@ -127,13 +127,13 @@ impl Waiting {
         held.try_for_each(|held| held.check(group))
     }
 
-    /// Checks the gradients of a leaf, which are about to be read or replaced, and releases them.
+    /// Checks and releases the gradients of a leaf, which are about to be read or replaced.
     pub(crate) fn release_of(&mut self, group: &ProcessGroup, leaf: NodeId) -> Result<(), Error> {
         let held = self.gradients.remove(&leaf.value).unwrap_or_default();
         held.iter().try_for_each(|held| held.check(group))
     }
 
-    /// Holds the new value of a leaf's gradient.
+    /// Replaces the held gradients of a leaf by its new value.
     pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
         self.gradients
             .insert(leaf.value, held.into_iter().collect());

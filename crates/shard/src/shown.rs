@@ -5,8 +5,8 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter keeps its shape. If
-/// another rank owns the parameter, the part has the same number of dims, all empty.
+/// A rank's part of a parameter, as a parameter of its own. A shard is flat, and a whole parameter keeps its shape. If
+/// another rank owns the parameter, the part keeps its number of dims, but all are empty.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -48,7 +48,8 @@ macro_rules! map_any {
 pub(crate) use of_any;
 
 impl Shown {
-    /// Returns the elements of `flat` as a leaf of the shape `shape`, of 1 to [`MAX_DIMS`](crate::slot::MAX_DIMS) dims.
+    /// Creates a parameter with the elements of `flat`, as a leaf of the shape `shape` with 1 to
+    /// [`MAX_DIMS`](crate::slot::MAX_DIMS) dims.
     pub(crate) fn new(id: ParamId, flat: Tensor<1>, shape: &[usize], is_trainable: bool) -> Self {
         match shape.len() {
             1 => Self::One(leaf(id, flat, shape, is_trainable)),
@@ -74,7 +75,7 @@ impl Shown {
         of_any!(self, param => param.id)
     }
 
-    /// Returns the parameter under another id.
+    /// Returns the parameter with the id `id`.
     pub(crate) fn with_id(self, id: ParamId) -> Self {
         map_any!(self, param => {
             let mut param = param;
@@ -164,8 +165,8 @@ fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     device::tracked(reshaped(plain(flat), shape), &device)
 }
 
-/// Returns the elements of a plain tensor in another shape. Burn's own reshape interprets a 0 in a shape as the
-/// existing dim.
+/// Returns the elements of a tensor without autodiff in another shape. Burn's own reshape interprets a 0 in a shape as
+/// the existing dim.
 fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     match shape.num_elements() {
         0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),
@@ -184,7 +185,7 @@ fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     })
 }
 
-/// Returns a tensor without autodiff.
+/// Returns `tensor` without autodiff.
 pub(crate) fn plain<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     match tensor.is_autodiff() {
         true => tensor.inner(),

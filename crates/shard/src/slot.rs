@@ -1,5 +1,4 @@
-//! The properties of a parameter in its unit that are fixed for the life of the module, and a table with one value per
-//! slot.
+//! The fixed properties of a parameter in its unit, and a table with one value per slot.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -59,7 +58,7 @@ pub(crate) struct Slot {
     pub(crate) path: String,
     /// Shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
-    /// The types in which its elements are stored, computed with, and reduced.
+    /// The types in which the parameter's elements are stored, computed with, and reduced.
     pub(crate) elements: Elements,
     /// The partition of the flat elements; a single shard if every rank holds the whole.
     pub(crate) partition: Partition,
@@ -123,7 +122,7 @@ impl Slot {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers see the parameter flat, as a shard or as a whole.
+    /// Returns true if optimizers see the parameter flat, whether sharded or whole.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }

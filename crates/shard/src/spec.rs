@@ -15,7 +15,7 @@ use crate::slot::{Slot, Slots};
 pub(crate) struct Groups {
     /// The ranks that hold the shards.
     pub(crate) shard: ProcessGroup,
-    /// The same ranks, for reductions.
+    /// The group for reductions, with the same ranks.
     pub(crate) reduce: ProcessGroup,
     /// The ranks that hold the same shards, with hybrid sharding.
     pub(crate) replicas: Option<ProcessGroup>,
@@ -62,7 +62,7 @@ impl UnitSpec {
         self.slots.iter().any(Slot::is_gathered)
     }
 
-    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff of `device`.
+    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff setting of `device`.
     pub(crate) fn home(&self, device: &Device) -> Device {
         match &self.offload {
             Some(offload) => device::alike(&offload.host, device),

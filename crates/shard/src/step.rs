@@ -116,7 +116,8 @@ fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut G
     }
 }
 
-/// Runs Burn's backward. It panics if a graph is gone, for example if two forwards shared nodes.
+/// Runs Burn's backward. Returns [`Error::Consumed`] if the graph is gone, for example because two forwards shared
+/// nodes.
 fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -146,7 +147,7 @@ impl ModuleVisitor for PutBack<'_> {
             return;
         }
         let node = crate::op::node_of(value.clone());
-        // Each use of the unit has one.
+        // Each use of the unit has a reduced gradient.
         let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
         let gradients = uses.map(|reduced| reduced.gradient.clone());
         if let Some(sum) = gradients.reduce(|sum, next| sum + next) {

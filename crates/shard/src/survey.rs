@@ -17,7 +17,7 @@ use crate::path::{self, CONTAINER, Location, NAME};
 pub(crate) struct Found {
     pub(crate) path: String,
     pub(crate) id: ParamId,
-    /// Shape of the value.
+    /// Shape of the parameter's value.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
@@ -25,7 +25,7 @@ pub(crate) struct Found {
     pub(crate) is_trainable: bool,
     /// For a factor of an adapter that is about to be created: the path of the parameter that it adapts.
     pub(crate) factor_of: Option<String>,
-    /// The layer around it, if the layer computes in only one type.
+    /// The layer around the parameter, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
 }
 
@@ -63,7 +63,7 @@ enum Kind {
     Foreign(String),
 }
 
-/// Finds the float tensors of `module` by kind, without initializing any lazy parameter.
+/// Finds the float tensors of `module`, without initializing any lazy parameter.
 ///
 /// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps a mapper's attachment. So a
 /// marker attached to a clone distinguishes them.
@@ -110,7 +110,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
 
 /// The properties of a parameter that are known without initializing it.
 pub(crate) struct Declared<const D: usize> {
-    /// Shape of its value.
+    /// Shape of the value.
     pub(crate) shape: [usize; D],
     /// Shape of the recorded value: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],

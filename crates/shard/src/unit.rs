@@ -19,14 +19,14 @@ const LONGEST_STRIDE: usize = 1 << 12;
 /// Marks a unit for which longer strides did not help. It uses the first stride.
 const HOPELESS: usize = 0;
 
-/// The reason for keeping full weights from forward to backward, if any.
+/// Whether full weights are kept from forward to backward, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// None: full weights are freed after forward and gathered again.
+    /// They are freed after forward and gathered again.
     No,
-    /// The unit is the root's. Its weights are no longer kept once its module is below another root.
+    /// They are kept because the unit is a root's, until its module is below another root.
     AsRoot,
-    /// The strategy or a user's switch keeps them.
+    /// They are kept because of the strategy or a user's switch.
     Always,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Unit {
     name: Mutex<String>,
     keep: Mutex<Keep>,
     pub(crate) switches: Switches,
-    /// Position in the root's list.
+    /// Position of the unit in its root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
@@ -63,7 +63,7 @@ impl Named for Unit {
     }
 }
 
-/// Dereferences to the fixed properties of the unit.
+/// Gives access to the fixed properties of the unit.
 impl Deref for Unit {
     type Target = UnitSpec;
 
@@ -106,7 +106,7 @@ impl Unit {
         }
     }
 
-    /// Returns the path of its module, for messages and labels.
+    /// Returns the unit's name, or `root`, for messages and labels.
     pub(crate) fn label(&self) -> String {
         let name = self.name.lock();
         match name.is_empty() {
@@ -149,7 +149,7 @@ impl Unit {
         averaging(self.groups.shard.size() * replicas, self.factors())
     }
 
-    /// Moves the unit, which belonged to a separate module, below a root at `prefix`.
+    /// Moves the unit, whose module is now at `prefix` in a larger one, below that module's root.
     pub(crate) fn demote(&self, prefix: &str) {
         let mut name = self.name.lock();
         *name = match name.is_empty() {

@@ -1,4 +1,4 @@
-//! Parameters next to sharded ones that would be trained with each rank's own gradient.
+//! Detects parameters outside of all units that each rank would train with its own gradient.
 
 use std::sync::Arc;
 

@@ -20,7 +20,7 @@ enum Step {
     /// The step is not audited.
     Plain,
     /// The step is audited, and its notes carry tags. `choice` has the switches of the units, and `order` is the hash
-    /// of the order that the step follows.
+    /// of the order of operations.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
@@ -36,7 +36,7 @@ pub(crate) enum Due {
     Unclear,
 }
 
-/// The expectation for a parameter's gradient on this rank when a backward ends.
+/// What to expect of a parameter's gradient on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) due: Due,
@@ -48,9 +48,9 @@ pub(crate) struct Wanted {
 #[derive(Debug)]
 pub(crate) struct Fault {
     pub(crate) parameter: usize,
-    /// The gradients that its sum should contain.
+    /// The gradients that the expected sum consists of.
     pub(crate) expected: Sum,
-    /// The difference.
+    /// How the actual gradient differs from it.
     pub(crate) finding: Finding,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Auditor {
     /// The numbers of the gradients computed but not yet reduced, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
-    /// The hash of the order in the last audited step, by unit switches.
+    /// The hash of the order in the last audited step with the same unit switches, by switches.
     followed: BTreeMap<Vec<bool>, u64>,
     /// The numbers of the gradients computed on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
@@ -86,12 +86,12 @@ impl Auditor {
         }
     }
 
-    /// Creates an auditor for the same rank and steps, with this many parameters.
+    /// Returns a new auditor for the same rank and setting, with this many parameters.
     pub(crate) fn over(&self, parameters: usize) -> Self {
         Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a new gradient of `parameter` on this rank.
+    /// Numbers a new gradient of `parameter` on this rank, and returns its tag.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;
@@ -101,8 +101,9 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is in progress and past its first operation (`is_at_start` is false). `choice` returns
-    /// the switches of the units, and `order` the hash of the order to follow. Both are equal on all ranks.
+    /// Begins a step. Does nothing if a step is in progress and past its first operation (`is_at_start` is false).
+    /// `choice` returns the switches of the units, and `order` the hash of the order to follow. Both are equal on all
+    /// ranks.
     pub(crate) fn begin(
         &mut self,
         is_at_start: bool,
@@ -125,12 +126,12 @@ impl Auditor {
         matches!(self.step, Step::Audited { .. })
     }
 
-    /// Returns the number of audits completed with the tags of all ranks.
+    /// Returns the number of audits that had all ranks' data and found no fault.
     pub(crate) fn num_audited(&self) -> u64 {
         self.num_audited
     }
 
-    /// Returns this rank's message at the end of backward: the numbers of its gradients.
+    /// Encodes the numbers of this rank's gradients, to send to the other ranks at the end of backward.
     pub(crate) fn tell(&self) -> Vec<u8> {
         let numbers = self.open.iter().flat_map(|open| [open.start, open.end]);
         let numbers = std::iter::once(self.rank as u64).chain(numbers);
@@ -163,8 +164,8 @@ impl Auditor {
         *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
     }
 
-    /// Returns the first parameter whose gradient differs from the expected one. `groups_of` returns the named groups
-    /// of ranks over which a parameter's gradient is summed.
+    /// Returns the first fault of this step, if any. `groups_of` returns the named groups of ranks over which a
+    /// parameter's gradient is summed.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
@@ -220,7 +221,7 @@ impl Auditor {
         None
     }
 
-    /// Ends the step, audited or not. `is_through` returns true for a parameter whose gradients have been reduced or
+    /// Ends the step, audited or not. `is_through` returns true for a parameter whose gradients have been reduced, or
     /// never will be.
     pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
         match std::mem::take(&mut self.step) {

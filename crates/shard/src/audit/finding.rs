@@ -9,10 +9,10 @@ use super::Tag;
 
 /// The largest factor to search for between the expected and the actual gradient.
 const LARGEST_FACTOR: u64 = 4_096;
-/// Maximum number of a rank's gradients to search for one by one.
+/// Maximum number of gradients of one rank to search one by one.
 const MOST_NUMBERS: u64 = 256;
 
-/// The gradients of one parameter on all ranks up to a reduction.
+/// A sum of gradients of one parameter over ranks and backwards.
 #[derive(Debug, Clone)]
 pub(crate) struct Sum {
     parameter: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of `parameter` that have these numbers on each rank.
+    /// Returns the sum of the gradients of `parameter` with these numbers, for each rank.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,
@@ -98,12 +98,12 @@ impl fmt::Display for Sum {
     }
 }
 
-/// The way in which a gradient differs from the expected one.
+/// How a gradient differs from the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
-    /// No gradient.
+    /// There is no gradient.
     Nothing,
-    /// A gradient where none was expected.
+    /// There is a gradient, but none was expected.
     Uncalled,
     /// A multiple of the expected gradient.
     Times(u64),
@@ -149,7 +149,7 @@ impl Finding {
         if let Some(parts) = (2..=LARGEST_FACTOR).find(part) {
             return Self::Part(parts);
         }
-        // For a single rank, the message names the ranks whose gradients are missing.
+        // A single rank is left out here: the message then names the ranks whose gradients are missing.
         for (group, ranks) in groups.iter().filter(|(_, ranks)| ranks.len() > 1) {
             let over = sum.over(ranks.iter().copied()).times(scale);
             let most = sum.of_ranks.len() as u64;

@@ -21,19 +21,19 @@ pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
-/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that
-/// represent the gradients.
+/// over each group of ranks, and divided once. Its arithmetic is exact: random elements of a prime field stand for the
+/// gradients.
 ///
 /// An audited step issues no additional operation. If an audit fails, `backward` returns
 /// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Audit {
-    /// No steps.
+    /// No step.
     Off,
     /// The first step, and each step that follows an order of operations for the first time: the second step, and steps
     /// after units were switched or an operation was added or dropped.
     NewOrders,
-    /// All steps.
+    /// Every step.
     EveryStep,
 }
 

@@ -1,4 +1,5 @@
-//! Miniature engines: correct ones are never rejected, and one with a single error always is.
+//! Tests the auditor on miniature engines. It must never reject a correct one, and always reject one with a single
+//! error.
 //!
 //! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
 //! the real engine. A mutant is a list with one changed event, drawn by seed.
@@ -10,7 +11,7 @@ use rand::{RngExt, SeedableRng};
 use super::finding::Finding;
 use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
-/// The layout of an engine: ranks as replicas of shards, and the parameters of each unit.
+/// The size of an engine: ranks, as replicas of shards, and the parameters of each unit.
 #[derive(Debug, Clone)]
 struct Layout {
     shards: usize,
@@ -154,7 +155,7 @@ fn carried(
     (0..ranks.len()).map(of_rank).collect()
 }
 
-/// Runs the events on all ranks. Returns the first fault.
+/// Runs the events on all ranks, and returns the first fault.
 fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
     let parameters = layout.parameters();
     let rank = |rank| Rank {
@@ -243,7 +244,7 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
     None
 }
 
-/// Ends a step on all ranks.
+/// Ends a step on all ranks, and returns the first fault.
 fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
     let told: Vec<_> = ranks.iter().map(|rank| rank.auditor.tell()).collect();
     let scale = scale_of(&Reduction::mean(layout.ranks()), layout.ranks());
@@ -504,7 +505,7 @@ fn silent_ranks_are_not_judged() {
         due: Due::Yes,
         scale: Tag::from(1),
     };
-    // One rank is silent, and one repeats another's message.
+    // One rank sends nothing, and then one repeats another's message.
     for others in [Vec::new(), told.clone()] {
         auditor.hear([told.as_slice(), &others].into_iter());
         assert!(auditor.fault(|_| Vec::new(), wanted).is_none());

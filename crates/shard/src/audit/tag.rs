@@ -3,7 +3,7 @@
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
 
-/// Size of an encoded tag in bytes.
+/// Size in bytes of an encoded tag.
 const LEN: usize = size_of::<u64>();
 /// The encoding of the unknown tag, which no element has.
 const UNKNOWN: u64 = u64::MAX;
@@ -61,7 +61,7 @@ impl From<Element> for Tag {
     }
 }
 
-/// Returns the factor by which a reduction over `ranks` ranks multiplies gradients.
+/// Returns the factor that `reduction`, over `ranks` ranks, applies to the sum of gradients.
 pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     let scales = field::mul(
         field::of_number(reduction.pre_scale),
@@ -79,7 +79,7 @@ pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
 
-/// Returns true if any of the ranks that wrote these notes has gradient `index`.
+/// Returns true if `notes`, from several ranks, flag gradient `index` on any rank.
 pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }

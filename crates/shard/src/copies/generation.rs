@@ -43,30 +43,31 @@ pub(crate) enum Transition {
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
     pub(crate) unit: Arc<Unit>,
-    /// All generations of the unit.
+    /// All generations of the unit, including this one.
     pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
     /// The fingerprint of the values' history. `valid`, `train` and moves to a device preserve it.
     version: AtomicU64,
-    /// The full parameters.
+    /// The life cycle of the full parameters.
     pub(crate) life: LifeCycle,
-    /// This rank's pieces by slot, between forward and backward, if full parameters are resharded to a smaller group.
+    /// This rank's pieces of the full parameters by slot, which forward keeps for a gather among neighbours in
+    /// backward.
     pieces: Mutex<Option<Slots<Piece>>>,
-    /// The plain device of full parameters, for an offloaded unit.
+    /// The device of full parameters, without autodiff, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
-    /// The copies of the module that hold parameters in this generation.
+    /// References from copies of the module to the parameters in this generation.
     pub(crate) holders: Holders,
-    /// The joint view of a copy whose parameters are in several generations; this generation is the first of them.
+    /// A cached view of a copy whose parameters are in several generations, of which this is the first.
     view: Mutex<Option<View>>,
 }
 
 /// This rank's piece of a full parameter, with its seal if ranks compare bytes.
 pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
-/// A set of values from several generations.
+/// A joint generation with values from several generations.
 struct View {
     /// The generation that holds each slot's value.
     sources: Vec<Weak<Generation>>,
@@ -84,7 +85,7 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// Returns the first generation of a unit, without values.
+    /// Creates the first generation of a unit, without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
         Self::new(unit, Arc::default(), 0, 0, None)
     }
@@ -127,7 +128,7 @@ impl Generation {
         generation
     }
 
-    /// Returns one generation that takes the value of each slot from the source at the same index.
+    /// Returns a generation with the value of each slot from the source at the same index.
     pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
         let first = &sources[0];
         if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
@@ -170,19 +171,19 @@ impl Generation {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Returns the fingerprint of the values' history. Copies of one version hold equal values.
+    /// Returns the fingerprint of the values' history. Copies with equal versions hold equal values.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
 
-    /// Returns a short form of the version, for labels: ranks that hold values of different steps or copies must not
-    /// gather from each other.
+    /// Returns a short form of the version, for labels. Gathers must fail between ranks that hold values of different
+    /// steps or copies.
     pub(crate) fn fingerprint(&self) -> u32 {
         let version = self.version();
         (version ^ (version >> 32)) as u32
     }
 
-    /// Restarts the history of a copy when its units are put under one root.
+    /// Restarts the history of the values when the unit gets a new root.
     pub(crate) fn restart(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Relaxed);
         self.version.store(epoch, Ordering::Relaxed);
@@ -205,7 +206,7 @@ impl Generation {
         self.held(slot).seal
     }
 
-    /// Returns a description of the value of `slot`, for messages.
+    /// Describes the value of `slot` in messages.
     pub(crate) fn named(&self, slot: usize) -> String {
         let kind = match self.unit.slots[slot].is_gathered() {
             true => "the shard",
@@ -214,7 +215,7 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Returns a description of a value of this kind for `slot`, for messages.
+    /// Describes a value of this kind for `slot` in messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
@@ -227,7 +228,7 @@ impl Generation {
         seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
     }
 
-    /// Flips a bit of the value of `slot`, if a fault is injected there.
+    /// Flips a bit of the value of `slot`, if a test injects that fault.
     pub(crate) fn flip_if_told(&self, slot: usize) {
         let mut held = self.held(slot);
         let before = held.plain.clone();
@@ -253,7 +254,7 @@ impl Generation {
         self.values.lock().held(slot)
     }
 
-    /// Returns the untracked value of `slot`, on an autodiff device if the module is on one.
+    /// Returns the untracked value of `slot`, on an autodiff device if the module uses one.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let Value { plain, device, .. } = self.held(slot);
         device::tracked(plain, &device)
@@ -329,8 +330,7 @@ impl Generation {
         self.node(slot).is_some()
     }
 
-    /// Moves `slot`, with its new value `value`, to the child that `transition` is filling, and
-    /// returns that child.
+    /// Moves `slot` to the child that `transition` is filling, with the new value `value`, and returns that child.
     pub(crate) fn descend(
         self: &Arc<Self>,
         slot: usize,
@@ -341,7 +341,7 @@ impl Generation {
         children.retain(|(_, child)| child.strong_count() > 0);
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
-            // A generation held only by a backward graph is not a copy in the making.
+            // A generation that only a backward graph still holds is not being filled.
             let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
@@ -430,12 +430,12 @@ impl Generation {
         )
     }
 
-    /// Returns the trainable slots whose gradients are reduced together with the unit, in order.
+    /// Returns the trainable slots whose gradients the unit's own reduction carries, in order.
     pub(crate) fn reduced_slots(&self) -> Vec<usize> {
         self.trainable(|holding| *holding != Holding::Whole)
     }
 
-    /// Returns the trainable slots whose gradients wait for the end of backward, in order.
+    /// Returns the trainable slots whose gradients are reduced at the end of backward, in order.
     pub(crate) fn whole_slots(&self) -> Vec<usize> {
         self.trainable(|holding| *holding == Holding::Whole)
     }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-/// A copy of a module. Operations on some or all of its parameters keep its number; a clone gets a different one.
+/// Identifies a copy of a module. Operations on some or all of its parameters keep its number; a clone gets a different
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
     /// The number of the copy, equal for all its parameters.

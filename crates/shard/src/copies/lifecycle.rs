@@ -49,13 +49,13 @@ enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is in progress; its buffers are allocated, the shards are published.
+    /// A gather is in progress. Its buffers are allocated, and this rank's shards are published.
     Gathering(Gather),
     /// The full parameters exist.
     Unsharded(Full),
 }
 
-/// The full parameters of one generation.
+/// The life cycle of the full parameters of one generation.
 ///
 /// ```text
 /// Sharded --begin_gather--> Gathering --fill--> Unsharded
@@ -108,7 +108,7 @@ impl LifeCycle {
         Ok(Some(told))
     }
 
-    /// Returns the full parameter of a gathered slot; `None` if the full parameters do not exist.
+    /// Returns the full parameter of `slot`; `None` if the full parameters do not exist, or the slot is not gathered.
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
             State::Unsharded(full) => {

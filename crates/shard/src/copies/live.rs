@@ -7,7 +7,7 @@ use super::holders::Copied;
 use crate::error::Error;
 use crate::unit::Unit;
 
-/// A unit and all its generations.
+/// A unit, for access to all its generations.
 #[derive(Clone)]
 pub(crate) struct Copies {
     pub(crate) unit: Arc<Unit>,
@@ -21,7 +21,7 @@ pub(crate) struct WeakCopies {
 }
 
 impl WeakCopies {
-    /// Returns the copies, if the unit still exists.
+    /// Returns the unit's [`Copies`], if the unit still exists.
     pub(crate) fn upgrade(&self) -> Option<Copies> {
         Some(Copies {
             unit: self.unit.upgrade()?,
@@ -135,7 +135,7 @@ impl Copies {
         equal.for_each(|generation| generation.life.drop_full());
     }
 
-    /// Drops all full parameters and cancels pending gathers.
+    /// Drops the full parameters of all copies, and cancels their gathers.
     pub(crate) fn drop_full(&self) {
         for generation in self.live() {
             generation.life.drop_full();

@@ -16,14 +16,14 @@ pub(super) struct Values {
     pub(super) inherited: Slots<Value>,
 }
 
-/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a graph that holds its
+/// The value of a parameter, without its autodiff node. Backward graphs hold generations, and a graph that holds its
 /// own leaf is never dropped.
 #[derive(Clone)]
 pub(super) struct Value {
     pub(super) plain: Tensor<1>,
-    /// The device of the value, with the autodiff of the module.
+    /// The device of the value, with autodiff if the module uses it.
     pub(super) device: Device,
-    /// The leaf's node, if the value is trainable.
+    /// The id of the value's graph node, if it is trainable.
     pub(super) node: Option<NodeId>,
     /// The checksum of the value's bytes as they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,

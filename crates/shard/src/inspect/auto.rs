@@ -45,12 +45,12 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
     sizes.units
 }
 
-/// A module or parameter that is being visited.
+/// A module or parameter that the walk is inside.
 #[derive(Default)]
 struct Open {
     /// Number of elements outside any unit within it.
     left: usize,
-    /// Burn's name for its kind of module, known once a part of it is visited; `None` for a parameter.
+    /// Burn's name for the kind of module, known after a part of it is visited; `None` for a parameter.
     kind: Option<String>,
 }
 

@@ -18,7 +18,7 @@ use crate::staging::Staged;
 use crate::survey::survey;
 use crate::thrown::{catch, throw};
 
-/// Memory of one rank, in bytes.
+/// Memory of one rank in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
@@ -113,7 +113,7 @@ impl LiveBytes {
         Ok(Self(roots.iter().map(|root| root.pool.clone()).collect()))
     }
 
-    /// Returns the bytes alive now.
+    /// Returns the current number of bytes.
     pub fn now(&self) -> usize {
         self.0.iter().map(BufferPool::live_bytes).sum()
     }

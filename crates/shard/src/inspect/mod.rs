@@ -1,4 +1,4 @@
-//! The sharded part of a module: its parameters, with and without paths, and its roots.
+//! Finds the sharded parameters and the roots of a module, and reports on them.
 //!
 //! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
 //! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.

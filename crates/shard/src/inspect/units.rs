@@ -73,17 +73,18 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
 }
 
 impl UnitHandle {
-    /// Returns the path of the unit's module; `root` for the outermost.
+    /// Returns the unit's name: the path of its module, or the patterns of a [joint unit](crate::ShardPolicy::unit_of);
+    /// `root` for the outermost.
     pub fn name(&self) -> String {
         self.unit.label()
     }
 
-    /// Returns the state of its full parameters.
+    /// Returns the state of the unit's full parameters.
     pub fn state(&self) -> UnitState {
         self.generation.life.state()
     }
 
-    /// Returns the memory of the unit on this rank now.
+    /// Returns the current memory of the unit on this rank.
     pub fn memory(&self) -> UnitMemory {
         let rank = self.unit.groups.shard.rank();
         let slots = self.unit.slots.iter();
@@ -97,7 +98,7 @@ impl UnitHandle {
         }
     }
 
-    /// Returns the paths of its parameters.
+    /// Returns the paths of the unit's parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
@@ -176,7 +177,8 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have been corrupted, if ranks compare bytes.
+    /// [`Error::State`] inside a backward; [`Error::Collective`] if ranks compare bytes and the parameters are
+    /// corrupted.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
         self.generation.let_go()
@@ -266,7 +268,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// A guard that restores switches, even when the body unwinds.
+/// A guard that restores the switches of units, even by unwinding.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,

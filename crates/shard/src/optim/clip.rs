@@ -15,7 +15,7 @@ use crate::transport;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Clipped {
-    /// The gradients, scaled where needed.
+    /// The gradients after clipping.
     pub gradients: GradientsParams,
     /// The norm of all gradients before clipping, the same on all ranks.
     pub total_norm: f64,
@@ -164,7 +164,7 @@ pub(crate) fn all_reduce(
     Ok(f64::from_ne_bytes(bytes))
 }
 
-/// Returns the contribution of a gradient's elements to a norm.
+/// Returns the contribution of a gradient's elements on this rank to the norm.
 fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
     let flat = match flat.dtype() {
         DType::F32 | DType::F64 => flat.clone(),

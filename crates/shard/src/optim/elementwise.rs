@@ -21,7 +21,7 @@ enum Gradients {
     Small,
     /// A value that exceeds any clipping threshold but has a finite square, if the type has such a value.
     Large,
-    /// Large in the first half of the matrix, small in the second.
+    /// Large values in the first half of the matrix, small ones in the second.
     Halves,
 }
 
@@ -151,7 +151,7 @@ struct Trial<'a> {
 }
 
 impl<'a> Trial<'a> {
-    /// Returns the trial of an optimizer on the parameter with this path.
+    /// Creates a trial of `optimizer` on the parameter at `path`.
     fn of(optimizer: &'a ModuleOptimizer, path: &str, member: &Member) -> Self {
         Self {
             optimizer,
@@ -162,7 +162,7 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Returns true if the matrix and its shards (rows, then flat) get the same bits.
+    /// Returns true if the whole matrix and its shards (as rows, then flat) end with the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
             // The optimizer does not accept a matrix at all, sharded or not; its own error will report that.
@@ -181,7 +181,7 @@ impl<'a> Trial<'a> {
             && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
-    /// Returns the bits of the elements, beginning at `start`, after some steps; `None` after a panic.
+    /// Returns the bits of the elements from `start` on, after some steps; `None` after a panic.
     fn run<const D: usize>(
         &self,
         shape: [usize; D],
@@ -224,7 +224,7 @@ pub struct Probe<const D: usize> {
 }
 
 impl<const D: usize> Probe<D> {
-    /// Creates a module whose only parameter has this path.
+    /// Creates a module with `param` as its only parameter, at `path`.
     pub fn new(path: Vec<String>, param: Param<Tensor<D>>) -> Self {
         Self { path, param }
     }

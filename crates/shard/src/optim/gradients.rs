@@ -18,11 +18,11 @@ use crate::shown::plain;
 /// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
 pub(crate) enum Share {
-    /// The ranks of the group, each with a part.
+    /// Each rank of the group has a part.
     Shard(ProcessGroup),
-    /// All ranks, with the same elements: the parameter is kept whole, and its gradient was reduced.
+    /// All ranks have the same elements: the parameter is kept whole, and its gradient was reduced.
     Everywhere,
-    /// Each rank, with its own gradient: no unit manages the parameter.
+    /// Each rank has its own gradient: no unit manages the parameter.
     Local,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Entry {
     pub(crate) flat: Tensor<1>,
 }
 
-/// Returns the gradients of `module` in module order, each once.
+/// Returns the gradients of `module` in module order, each shared parameter's once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {
@@ -188,7 +188,7 @@ pub fn gradients_by_unit<M: Module>(
     units.collect()
 }
 
-/// A parameter that may have a gradient.
+/// A parameter of a module, for access to its gradient.
 struct Parameter<'a> {
     path: &'a str,
     id: ParamId,
@@ -289,8 +289,8 @@ impl Parameter<'_> {
     }
 }
 
-/// Calls `body` for each parameter of `module` in module order, managed or not. Running states count as unmanaged
-/// parameters.
+/// Calls `body` for each parameter of `module` in module order, managed or not. Running states are also passed, as
+/// unmanaged parameters.
 fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();

@@ -36,10 +36,10 @@ impl StateFormat {
 /// a [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the
 /// new states.
 ///
-/// *Rounding is stochastic*: up or down with probabilities by distance, so the mean of many roundings is the value.
-/// With rounding to nearest, an average would never move if each change is below half of the type's resolution: Adam's
-/// second moment with `beta_2` 0.999 changes by a thousandth, but bf16 resolves only 1/256. A nonzero value never
-/// becomes zero, because optimizers may divide by it.
+/// *Rounding is stochastic*: the probability of rounding up is proportional to the distance from the lower value, so
+/// the mean of many roundings is the value itself. With rounding to nearest, an average would never move if each change
+/// is below half of the type's resolution: Adam's second moment with `beta_2` 0.999 changes by a thousandth, but bf16
+/// resolves only 1/256. A nonzero value never becomes zero, because optimizers may divide by it.
 ///
 /// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's
 /// flat index in the whole parameter decides whether to round up. That index also determines the element's block.
@@ -71,7 +71,7 @@ pub struct LowBitOptimizer<O> {
 }
 
 impl<O: Optimizer> LowBitOptimizer<O> {
-    /// Returns `optimizer` with its states in `format`.
+    /// Wraps `optimizer`, to keep its states in `format`.
     pub fn new(optimizer: O, format: StateFormat) -> Self {
         Self { optimizer, format }
     }
@@ -87,7 +87,7 @@ pub struct LowBitState<S> {
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// The optimizer's own state, as read from a record, until the first step.
+    /// The optimizer's own state after loading a record, until the next step.
     Wide(S),
     Rounded {
         tensors: Vec<(String, Rounded)>,
@@ -225,7 +225,7 @@ fn divides_blocks(partition: &Partition) -> bool {
     ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
-/// The random draws that round the elements of one tensor.
+/// A source of pseudorandom draws that round the elements of one tensor.
 #[derive(Debug, Clone, Copy)]
 struct Rounding {
     seed: u64,
@@ -247,7 +247,7 @@ impl Rounding {
     }
 }
 
-/// The finalizer of splitmix64.
+/// Mixes the bits of `word` like splitmix64.
 fn mixed(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -413,7 +413,7 @@ mod tests {
         rounded.widened().try_to_vec().expect("floats")
     }
 
-    /// Values of every magnitude, from the smallest number to the largest, and blocks with only small values.
+    /// Returns values of every magnitude, from the smallest number to the largest, and blocks with only small values.
     fn values() -> Vec<f32> {
         let sizes = [
             1e-45,

@@ -48,7 +48,7 @@ impl Default for LossScaler {
 }
 
 impl LossScaler {
-    /// Returns a scaler with its initial scale. All ranks must pass the same settings.
+    /// Returns a scaler with the initial scale from `scaling`. All ranks must pass the same settings.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl LossScaler {
         }
     }
 
-    /// Returns the scaler with the state from a checkpoint.
+    /// Returns the scaler with its state from a checkpoint.
     #[must_use]
     pub fn restored(mut self, state: LossScalerState) -> Self {
         self.state = state;

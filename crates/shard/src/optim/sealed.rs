@@ -30,7 +30,7 @@ use crate::transport;
 pub struct SealedOptimizer<O>(O);
 
 impl<O: Optimizer> SealedOptimizer<O> {
-    /// Returns `optimizer` with its states sealed.
+    /// Wraps `optimizer`, to seal its states.
     pub fn new(optimizer: O) -> Self {
         Self(optimizer)
     }
@@ -42,7 +42,7 @@ pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// The whole state: after loading a record, or if ranks do not compare bytes.
+    /// A whole state: after loading a record, or if ranks do not compare bytes.
     Whole(S),
     /// Tensors, each with its seal.
     Apart {
@@ -124,7 +124,7 @@ impl<S: RecordState> SealedState<S> {
     }
 }
 
-/// Flips a bit of a state, if a fault is injected there.
+/// Flips a bit of a state tensor, if a test injects that fault.
 fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();

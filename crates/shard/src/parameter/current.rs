@@ -8,7 +8,7 @@ use burn_fsdp_collectives::ProcessGroup;
 use crate::slot::Slot;
 use crate::unit::Unit;
 
-/// The parameter that a mapper is currently mapping.
+/// The sharded parameter that a mapper is mapping.
 #[derive(Clone)]
 pub(crate) struct Current {
     unit: Arc<Unit>,
@@ -63,7 +63,7 @@ pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Runs `body`, which tries an optimizer on pieces of a matrix that belongs to no parameter.
+/// Runs `body`, in which an optimizer is tried on a matrix that belongs to no parameter.
 pub(crate) fn trying<T>(body: impl FnOnce() -> T) -> T {
     struct Leave(bool);
     impl Drop for Leave {

@@ -24,11 +24,11 @@ pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
     pub(crate) copy: Copied,
-    /// The id of the value that optimizers and gradients see.
+    /// The id that optimizers and gradients use for the parameter.
     pub(crate) id: ParamId,
     /// True for every field of a shared parameter except the first.
     pub(crate) is_tied: bool,
-    /// An uncounted reference, used to read the full parameter.
+    /// An uncounted reference for reading the full parameter.
     owned: Owned,
     /// The graph parent of the full parameter.
     parent: Tensor<1>,
@@ -52,7 +52,7 @@ impl Member {
         self.owned.full(self.parent.clone())
     }
 
-    /// Returns all values of the unit in this copy of the module, in the form that the model's code sees.
+    /// Returns all values of the unit in this copy of the module.
     pub(crate) fn values(&self) -> Arc<Generation> {
         self.owned.values()
     }
@@ -81,8 +81,8 @@ thread_local! {
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
-/// Visits `module` without its shards. Returns the shards, and the other fields that share them. The visit settles the
-/// shards' ids from their stand-ins.
+/// Visits `module` without its shards. Returns its sharded parameters, and the other fields that share them. Settles
+/// the shards' ids from their stand-ins.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
     // Members may remain from a walk that was interrupted.
     drop(MEMBERS.take());

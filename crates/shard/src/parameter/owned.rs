@@ -19,7 +19,7 @@ pub(crate) struct Owned {
     pub(crate) slot: usize,
     copy: Copied,
     clones: Arc<Clones>,
-    /// False if a graph holds it.
+    /// False for a reference that a graph holds.
     is_counted: bool,
     root_link: Arc<RootLink>,
 }
@@ -119,7 +119,7 @@ impl Owned {
     /// Returns the reference to the same parameter in `generation`, after `transition`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         let copy = match transition {
-            // The original module stays.
+            // The module that was passed to `valid` still exists, so this is another copy.
             Transition::Valid => self.clones.add(self.copy),
             Transition::Map | Transition::Train | Transition::Device => {
                 (self.copy, self.clones.clone())
@@ -163,7 +163,7 @@ impl Owned {
 impl Clone for Owned {
     fn clone(&self) -> Self {
         let copy = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is part of the enclosing one.
+            // The copy for a recomputed region counts as the same copy.
             (self.copy, Arc::default())
         } else {
             self.clones.add(self.copy)

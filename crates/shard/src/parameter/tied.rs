@@ -51,7 +51,7 @@ pub(crate) struct TiedParam {
     of_graph: Option<Arc<Generation>>,
 }
 
-/// The first field's copy of the module.
+/// The first field's copy of the module, as this field last saw it.
 struct Held {
     copy: Copied,
     /// The copies made of the first field.
@@ -112,7 +112,8 @@ impl TiedParam {
         }
     }
 
-    /// Returns the full parameter in the form that the model's code sees. Collective.
+    /// Returns the full parameter of the first field in the same copy, in the form that the model's code sees.
+    /// Collective.
     pub(super) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         let (copy, values) = self.values()?;
         let Tie { slot, field, .. } = *self.tie;
@@ -127,7 +128,7 @@ impl TiedParam {
             .access(&values, place, copy, parent)
     }
 
-    /// Returns the copy of the module, and the unit's values in it.
+    /// Returns the copy of the module that this field belongs to, and the unit's values in it.
     fn values(&self) -> Result<(Copied, Arc<Generation>), Error> {
         let held = self.copy.as_ref().and_then(|held| {
             let values = self.tie.copies.held_by(held.copy.number, self.tie.slot);
@@ -170,7 +171,7 @@ impl TiedParam {
 impl Clone for TiedParam {
     fn clone(&self) -> Self {
         let (copy, of_graph) = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is part of the enclosing one.
+            // The copy for a recomputed region counts as the same copy.
             let same = |held: &Held| Held::new((held.copy, held.clones.clone()));
             let values = self.values().ok().map(|(_, values)| values);
             (self.copy.as_ref().map(same), values)

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
 use crate::thrown::throw;
 
-/// A parameter in one use of its unit, for backward to request its full value.
+/// A handle with which backward requests one full parameter of one use of a unit.
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) root: Arc<Root>,

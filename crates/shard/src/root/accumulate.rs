@@ -32,7 +32,7 @@ pub(super) struct Tagged {
     pub(super) tag: Tag,
 }
 
-/// One replica's gradient of a shard, with its seal if ranks compare bytes.
+/// One replica's reduced gradient of a shard, with its seal if ranks compare bytes.
 pub(super) struct Sum {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
@@ -46,7 +46,7 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that wait on this rank.
+/// The gradients that wait on this rank, by the event that they wait for.
 #[derive(Default)]
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's gradients are complete.
@@ -129,13 +129,13 @@ impl Accumulation {
         unit.syncs() && (is_due || self.held.contains_key(&index))
     }
 
-    /// Returns the bytes of gradients held back.
+    /// Returns the total bytes of held-back gradients.
     pub(super) fn held_bytes(&self) -> usize {
         let held = self.held.values().flat_map(|held| held.iter()).flatten();
         held.map(|gradient| gradient.account.len()).sum()
     }
 
-    /// Returns the entry for a unit whose backward has ended; created on first use.
+    /// Returns the entry for a unit whose backward has ended, and creates it if necessary.
     fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
         let known = self
             .ended

@@ -18,10 +18,10 @@ use crate::slot::{Element, Slot};
 use crate::transport::cast;
 use crate::unit::Unit;
 
-/// The element type of reduced gradients on arrival.
+/// The element type in which the results of a reduction arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// The type in which each parameter is held.
+    /// The type in which the parameters are held.
     AsHeld,
     /// The type in which each gradient is sent, if the parameters have several types: one reduction gives all its
     /// results the same type.
@@ -89,14 +89,14 @@ impl Arrival {
     }
 }
 
-/// A gradient as input to a reduction.
+/// A gradient, as input to a reduction.
 pub(super) struct Given {
     pub(super) source: Source,
     /// The gradient's tag; `None` if this rank has no gradient.
     pub(super) tag: Option<Tag>,
 }
 
-/// A reduced gradient on arrival.
+/// A reduced gradient, as a reduction returned it.
 pub(super) struct Arrived {
     pub(super) buffer: Buffer,
     /// True if any rank has the gradient.
@@ -172,8 +172,8 @@ pub(super) fn sum(
     })
 }
 
-/// Returns a reduced gradient in the form that Burn expects; `None` if its parameter has no node or another rank owns
-/// it.
+/// Returns a reduced gradient as a gradient of its parameter's leaf; `None` if the parameter is frozen, or another rank
+/// owns it.
 pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
     let slot = &generation.unit.slots[index];
     let rank = generation.unit.groups.shard.rank();

@@ -12,7 +12,7 @@ use crate::unit::Unit;
 
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
-    /// The number of each unit's first parameter, followed by the number of all parameters.
+    /// The number of the first parameter of each unit, and finally the total number of parameters.
     pub(super) first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
     pub(super) reduced: Vec<Arc<Generation>>,
@@ -38,7 +38,7 @@ impl Audited {
         }
     }
 
-    /// Restarts for units with these numbers of parameters.
+    /// Resets the data for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
         let mut all = 0;
         self.first = vec![0];
@@ -59,7 +59,7 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a new gradient of a parameter.
+    /// Returns the tag of a new gradient for `slot` of `unit`.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),
@@ -117,7 +117,7 @@ impl Audited {
         }
     }
 
-    /// Records the ranks' messages in these notes.
+    /// Passes the auditor the audit data in the ranks' notes.
     pub(super) fn hear(&mut self, notes: &[Note]) {
         if self.auditor.is_auditing() {
             self.auditor
@@ -125,13 +125,13 @@ impl Audited {
         }
     }
 
-    /// Returns the unit and the slot of a parameter.
+    /// Returns the unit and the slot that a parameter number stands for.
     pub(super) fn owner(&self, parameter: usize) -> (usize, usize) {
         let unit = self.first.partition_point(|&first| first <= parameter) - 1;
         (unit, parameter - self.first[unit])
     }
 
-    /// Returns the parameter whose leaf is `node`.
+    /// Returns the number of the parameter whose leaf is `node`.
     pub(super) fn parameter_of(&self, node: NodeId) -> Option<usize> {
         self.reduced.iter().find_map(|generation| {
             let mut slots = 0..generation.unit.slots.len();

@@ -107,7 +107,7 @@ impl Root {
     }
 
     /// Ends a step whose loss used no unit on this rank, so none of the engine's nodes ran. Takes part in all
-    /// operations of the other ranks, with the values of `copy`.
+    /// operations of the other ranks, with the values of copy `copy` of the module.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.uses.pass.is_none() {

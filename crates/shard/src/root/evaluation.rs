@@ -28,7 +28,7 @@ pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
 
 /// An evaluation that all ranks of a group take part in.
 struct Evaluated {
-    /// The outermost root of the module.
+    /// The outermost root of the evaluated module.
     root: Arc<Root>,
     group: ProcessGroup,
     /// The units, in the module's order, of the copy of the module that all ranks evaluate.
@@ -56,8 +56,8 @@ impl Evaluation {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
-    /// full parameters have been corrupted, if ranks compare bytes.
+    /// [`Error::State`] inside another evaluation; [`Error::Option`] for units of several groups; [`Error::Collective`]
+    /// if ranks compare bytes and full parameters are corrupted.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {

@@ -108,7 +108,7 @@ impl Root {
         })
     }
 
-    /// Returns `token` as a link that is one deeper than `depth`.
+    /// Adds a link to `token`, one level deeper than `depth`, and returns it.
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
@@ -151,8 +151,8 @@ impl Recomputed for Root {
 }
 
 impl Progress {
-    /// In an evaluation with different routes, waits until the unit of `generation` is the next one that all ranks
-    /// gather.
+    /// In an evaluation in which ranks take different routes, waits until the unit of `generation` is the next one that
+    /// all ranks gather.
     pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         let routes = self.routes.clone();
         routes.map_or(Ok(()), |routes| routes.meet(generation))
@@ -171,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// Starts a pass, unless the current one continues with this parameter.
+    /// Begins a pass, unless this access continues the current one.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,
@@ -202,7 +202,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Makes the unit of `generation` the current one.
+    /// Makes a use of the unit of `generation` the current use, and ends the previous one.
     fn open_use(
         &mut self,
         root: &Arc<Root>,
@@ -356,7 +356,7 @@ impl Pass {
     }
 }
 
-/// Returns a new token on the device of a unit's values, so both have the same checkpointing strategy.
+/// Returns a new token on the device of a unit's values, so both use the same checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
 }

@@ -73,7 +73,7 @@ impl Root {
         Ok(())
     }
 
-    /// Provides this rank's shards to the other ranks, without receiving theirs.
+    /// Sends this rank's shards to the other ranks, without receiving theirs.
     pub(super) fn join_gather(
         &self,
         generation: &Generation,
@@ -85,7 +85,7 @@ impl Root {
         Ok(())
     }
 
-    /// Starts the operation of [`join_gather`](Self::join_gather), without waiting.
+    /// Starts what [`join_gather`](Self::join_gather) does, without waiting.
     pub(super) fn start_join(
         &self,
         generation: &Generation,
@@ -159,7 +159,7 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// Returns the full parameter of a slot, decoded from its shards' records, and its buffer's mark.
+    /// Returns the full parameter of a slot, unpacked from the 8-bit shards, and the mark of its buffer.
     fn unpacked(
         &self,
         generation: &Generation,
@@ -184,7 +184,7 @@ impl Root {
         (unit.staging.tensor(marked, dtype, &device), mark)
     }
 
-    /// Returns the full value of a slot, flat and plain. The unit must be unsharded.
+    /// Returns the full value of a slot, flat and without autodiff. The unit must be unsharded.
     pub(super) fn full(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
@@ -204,8 +204,8 @@ impl Root {
         })
     }
 
-    /// Returns the flat, plain value that the model uses for a slot: the full value, plus its adapter's contribution.
-    /// The unit must be unsharded.
+    /// Returns the value that the model uses for a slot, flat and without autodiff: the full value, plus the
+    /// contribution of an adapter. The unit must be unsharded.
     pub(super) fn weight(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let full = self.full(generation, slot)?;
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
@@ -231,7 +231,7 @@ impl Root {
 
 /// The data that a rank publishes for a gather.
 struct Sources<'a> {
-    /// The group to publish to.
+    /// The group among which the data is published.
     group: &'a ProcessGroup,
     parts: Vec<Part>,
     /// True if the parts are pieces of full parameters, false if they are shards.

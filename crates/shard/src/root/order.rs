@@ -13,9 +13,9 @@ pub(super) struct Order {
     pub(super) schedules: Schedules,
     /// Gathers that were started ahead of their use, in order.
     pub(super) prefetched: VecDeque<Ahead>,
-    /// The copy of the module in use.
+    /// The copy of the module that the current pass uses.
     pub(super) copy: Copied,
-    /// The values that the current pass has used, by unit.
+    /// The values that the current pass has used, by the unit's position.
     pub(super) used: BTreeMap<usize, Weak<Generation>>,
 }
 
@@ -25,8 +25,8 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if the gather was started only for the other ranks, because this rank already had the full parameters or
-    /// was gathering them.
+    /// True if this rank takes part only for the other ranks, because it already had the full parameters or was
+    /// gathering them.
     pub(super) is_joined: bool,
 }
 
@@ -45,7 +45,7 @@ impl Ahead {
 }
 
 impl Order {
-    /// Returns the order of the current step.
+    /// Returns the recorded order of the current step.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }

@@ -21,7 +21,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Returns the place of a parameter in the first of its fields.
+    /// Returns the place of a parameter in its first field.
     pub(crate) fn own(slot: usize) -> Self {
         Self { slot, field: 0 }
     }
@@ -36,7 +36,7 @@ pub(super) struct Uses {
     pub(super) again: Option<Recomputation>,
     /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
-    /// The values that were last read without autodiff.
+    /// The values whose unit was last read without autodiff.
     pub(super) reading: Weak<Generation>,
 }
 
@@ -49,10 +49,10 @@ pub(super) struct Pass {
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// The depth of the ruler at the token's last link.
+    /// The depth of the token's last link.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded; they continue when the unit is used again.
+    /// Uses of units that stay unsharded, to be continued when the unit is used again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -101,8 +101,8 @@ impl Use {
         }
     }
 
-    /// Returns the use of a unit that stays unsharded, to be continued later. It does not keep the weights
-    /// computed by adapters, because these do not stay.
+    /// Prepares the use of a unit that stays unsharded to be continued later. Drops the weights that adapters computed,
+    /// because these do not stay.
     pub(super) fn set_aside(mut self) -> Self {
         for (node, slot) in self.nodes.iter_mut().zip(&self.generation.unit.slots) {
             if slot.adapter.is_some() {

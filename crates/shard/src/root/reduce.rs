@@ -45,7 +45,7 @@ impl Root {
         self.is_last.load(Relaxed)
     }
 
-    /// Sets whether later backwards return gradients.
+    /// Sets whether later backwards return the gradients.
     pub(crate) fn set_last(&self, is_last: bool) {
         self.is_last.store(is_last, Relaxed);
     }
@@ -173,7 +173,7 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Returns the sums of the shards' gradients and those that were set aside before.
+    /// Adds the gradients that were set aside earlier to the shards' gradients.
     fn with_aside(
         &mut self,
         root: &Root,
@@ -409,7 +409,7 @@ impl Progress {
     }
 }
 
-/// Returns the sum of two gradients of a shard, one of which may be missing.
+/// Returns the sum of two gradients of a shard, either of which may be missing.
 fn added(
     root: &Root,
     generation: &Generation,
@@ -454,7 +454,7 @@ fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     }
 }
 
-/// Tells a group whose ranks all hold the value of `slot` the checksum of the value that this rank wrote.
+/// Tells `group`, whose ranks all hold the value of `slot`, the checksum of this rank's value.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;

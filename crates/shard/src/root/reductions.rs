@@ -14,12 +14,12 @@ pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The sum and its scaling, as the reduction applies them.
+    /// The reduction to apply: a sum and its scaling.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
 
-/// The reductions of one step.
+/// The reductions of the current step.
 #[derive(Default)]
 pub(super) struct Reductions {
     /// The reductions in progress, in the order in which they were started.

@@ -46,7 +46,7 @@ pub(crate) struct Root {
     /// False if reduced gradients stay in the shards until a later backward.
     pub(super) is_last: AtomicBool,
     pub(crate) trial: Trial,
-    /// Path and id of the parameters that the policy ignored.
+    /// Paths and ids of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,
 }
 
@@ -59,7 +59,7 @@ impl std::fmt::Debug for Root {
     }
 }
 
-/// The state of a step.
+/// The mutable state of a root.
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
@@ -77,11 +77,11 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation in progress in which ranks take different routes, if any.
+    /// The evaluation in progress, if one is.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
-/// Numbers of passes, uses and finished backwards, which an error does not reset.
+/// Counters that an error does not reset.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) passes: u64,
@@ -160,7 +160,7 @@ impl Root {
         self.live().into_iter().map(|copies| copies.unit).collect()
     }
 
-    /// Returns the units that still exist, with their copies, in order.
+    /// Returns all copies of the units that still exist, in order.
     pub(super) fn live(&self) -> Vec<Copies> {
         let units = self.units.lock();
         units.iter().filter_map(WeakCopies::upgrade).collect()
@@ -213,7 +213,7 @@ impl Root {
         units.get(index).and_then(WeakCopies::upgrade)
     }
 
-    /// Returns the label of `operation` of one of the root's units.
+    /// Returns the label of an operation of this root.
     pub(super) fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
         Label::from(format!("{operation} of module {}", self.number))
     }
@@ -223,7 +223,7 @@ impl Root {
         self.prefetch
     }
 
-    /// Returns the recorded order of operations and its hash.
+    /// Returns the recorded order of operations, and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
         let progress = self.progress();
         let schedule = progress.order.schedules.last();
@@ -299,14 +299,14 @@ impl Root {
         }
     }
 
-    /// Returns the phase of the current step for callers outside of it.
+    /// Returns the current phase, for calls from outside a step.
     fn stage(&self) -> Phase {
         // The state is locked only if a hook inside backward made this call.
         let Some(progress) = self.progress.try_lock() else {
             return Phase::Backward;
         };
         match (progress.phase, &progress.uses.pass) {
-            // The copy of the module that ran it is gone.
+            // The copy of the module that ran the forward is gone.
             (Phase::Forward, None) => Phase::Idle,
             (phase, _) => phase,
         }
@@ -353,7 +353,7 @@ impl Root {
     /// Called when the last module that holds `generation`, in `copy`, is dropped. This ends the forward that used it.
     /// If its graph still exists, it keeps what backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
-        // Never inside a step: only user code and Burn drop modules.
+        // This is never inside a step, because only user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {
             return;
         };
@@ -421,7 +421,7 @@ impl Root {
     }
 }
 
-/// A guard that lets other threads use the root again when dropped.
+/// A guard that marks a step as running until it is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {

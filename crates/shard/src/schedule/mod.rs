@@ -47,7 +47,7 @@ pub(crate) enum Next {
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) operation: Operation,
-    /// Position in the recorded order, if the order is being followed.
+    /// Position in the recorded order; `None` if ranks agree on the operations.
     pub(crate) position: Option<usize>,
     /// True if this rank requested the operation; false if only others need it.
     pub(crate) wanted: bool,
@@ -109,7 +109,7 @@ pub(crate) struct Schedule {
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of consecutive steps in which no rank needed the operation.
+    /// Number of consecutive steps in which no rank asked for the operation, or it was abandoned.
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,
@@ -149,7 +149,7 @@ impl Schedule {
         hasher.finish()
     }
 
-    /// Returns true if a recorded order is followed and none of its operations has been issued in this step.
+    /// Returns true if a recorded order is being followed, and nothing has been issued in this step.
     pub(crate) fn is_at_start(&self) -> bool {
         self.phase == Phase::Following && self.cursor == 0
     }
@@ -189,7 +189,7 @@ impl Schedule {
         })
     }
 
-    /// Notes that the operation that this rank asked for is at `position`.
+    /// Marks the operation at `position`, which this rank asked for.
     fn ask(&mut self, position: usize, wanted: Operation) {
         self.marks[position] |= match wanted {
             Operation::UnshardForward(_) => ASKED,
@@ -319,7 +319,7 @@ impl Schedule {
             Operation::UnshardForward(unit) => (0, unit, 0),
             Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
             Operation::Reduce(unit) => (1, latest_first(unit), 1),
-            // Last, so no rank finishes while another one still needs an operation.
+            // This comes last, so no rank finishes while another one still needs an operation.
             Operation::Finish => (2, 0, 0),
         }
     }
@@ -371,7 +371,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
-            // All ranks have the same marks, which are sent with the last reduction, so they drop the same entries.
+            // The marks are sent with the last reduction and equal on all ranks, so all ranks drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded
@@ -380,7 +380,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Abandons a step in the middle, on all ranks.
+    /// Abandons the current step, on all ranks.
     fn abandon(&mut self) {
         if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);

@@ -11,7 +11,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// Size of an encoded wish in bytes.
+    /// Size in bytes of an encoded wish.
     const LEN: usize = 3 * size_of::<u64>();
 
     /// Encodes the wish as a fixed number of bytes.
@@ -50,11 +50,11 @@ impl Wish {
 pub(crate) struct Note {
     /// The encoded [`Wish`] of the rank.
     pub(crate) wish: Vec<u8>,
-    /// The marks of the rank, one byte for each place of the order.
+    /// The marks of the rank, one byte for each place in the order.
     pub(crate) marks: Vec<u8>,
     /// The flags of the parameters kept whole, one byte each: 1 if the rank has a gradient.
     pub(crate) used: Vec<u8>,
-    /// The tags of those gradients; only in audited steps.
+    /// The tags of the gradients of parameters kept whole; only in audited steps.
     pub(crate) tags: Vec<u8>,
     /// The numbers of the rank's gradients; only in audited steps.
     pub(crate) told: Vec<u8>,
@@ -63,7 +63,7 @@ pub(crate) struct Note {
 /// The lengths of those parts of a note that have the same length on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
-    /// The number of places of the order.
+    /// The number of places in the order.
     pub(crate) places: usize,
     /// The number of parameters kept whole.
     pub(crate) whole: usize,
@@ -78,7 +78,7 @@ impl Note {
         }
     }
 
-    /// Returns the note as one sequence of bytes.
+    /// Encodes the note as bytes.
     pub(crate) fn join(self) -> Vec<u8> {
         [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }
@@ -88,13 +88,13 @@ impl Note {
         [&self.used[..], &self.tags].concat()
     }
 
-    /// Splits the notes of all ranks.
+    /// Decodes the notes of all ranks.
     pub(crate) fn split_all(notes: Vec<Vec<u8>>, lengths: NoteLengths) -> Vec<Self> {
         let notes = notes.into_iter();
         notes.map(|note| Self::split(note, lengths)).collect()
     }
 
-    /// Splits the note of a rank.
+    /// Decodes the note of a rank.
     fn split(mut bytes: Vec<u8>, NoteLengths { places, whole }: NoteLengths) -> Self {
         let after = |bytes: &mut Vec<u8>, len: usize| bytes.split_off(len.min(bytes.len()));
         let mut marks = after(&mut bytes, Wish::LEN);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// One operation of a step. Units are given by number.
+/// One operation of a step. A number is a unit's position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Operation {
     /// The gather of a unit for its forward.

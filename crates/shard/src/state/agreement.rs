@@ -19,7 +19,7 @@ pub enum Agreement {
     /// Parameters.
     #[default]
     Parameters,
-    /// Parameters and running states. Training on different batches makes running states differ until
+    /// Parameters and running states. Running states differ after training on different batches, until
     /// [`sync_buffers`](crate::sync_buffers).
     ParametersAndBuffers,
 }
@@ -72,7 +72,7 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
     Ok(())
 }
 
-/// Returns the first two ranks that hold different values of the same piece of parameter `index`.
+/// Returns the first two ranks with different values of the same part of parameter `index`.
 fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {

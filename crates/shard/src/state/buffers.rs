@@ -62,7 +62,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     Ok(path::map(module, &mut Replace { values }))
 }
 
-/// Returns `module` with its running states in `dtype`. Call this before sharding, on each rank.
+/// Returns `module` with its running states in `dtype`. Call this on each rank before sharding.
 ///
 /// Burn's BatchNorm computes only in the type of its running states. With the type of
 /// [`Precision::new`](crate::Precision), it trains in 16 bits unchanged. Its averages are then also in 16 bits, and
@@ -82,7 +82,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) for a module that it cannot visit.
+/// As [`fully_shard`](crate::fully_shard), for a module that it cannot visit.
 pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
@@ -158,7 +158,7 @@ pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<
     Ok(())
 }
 
-/// Returns rank 0's running states; nothing on rank 0, which already has them.
+/// Receives rank 0's running states. Returns nothing on rank 0, which already has them.
 fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
     let is_root = group.rank() == 0;
     let part = |buffer: &Running| {
@@ -189,7 +189,7 @@ fn average(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Err
 struct Running {
     /// Path of the running state in the module.
     path: String,
-    /// Its flat elements, without autodiff.
+    /// Flat elements of the running state, without autodiff.
     flat: Tensor<1>,
 }
 

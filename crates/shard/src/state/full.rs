@@ -107,9 +107,9 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
 /// A mapper that replaces each stand-in with the whole value.
 struct Fill {
     members: HashMap<String, Member>,
-    /// False to drop each value as soon as it is gathered.
+    /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
-    /// The parameters shared by several fields.
+    /// The keys of parameters that several fields share.
     tied: HashSet<Key>,
     /// The whole values of these parameters.
     shared: HashMap<Key, Tensor<1>>,
@@ -121,7 +121,7 @@ impl path::Mapper for Fill {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        // Skips the shard, which follows the stand-in under the same path.
+        // The shard follows its stand-in under the same path, and is skipped.
         let Some(member) = self.members.remove(&place.path()) else {
             return param;
         };
@@ -146,7 +146,7 @@ impl path::Mapper for Fill {
         }
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
-        // It keeps the stand-in's id, so a record of the copy loads into the sharded module.
+        // The parameter keeps the stand-in's id, so a record of the copy loads into the sharded module.
         let (id, _, mapper) = param.consume();
         let on_load = Arc::new(mapper);
         let on_save = on_load.clone();
@@ -488,7 +488,7 @@ impl All {
     }
 }
 
-/// Returns shape and elements, without autodiff.
+/// Returns the shape, and the flat elements without autodiff.
 fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
     let shape = value.dims().to_vec();
     let len: usize = shape.iter().product();

@@ -144,8 +144,7 @@ pub(crate) fn save<const D: usize>(
     }
 }
 
-/// Returns the whole value of one parameter, gathered from all ranks, plain and flat, on the computing
-/// device.
+/// Returns the whole value of one parameter, gathered from all ranks, flat, without autodiff, on the computing device.
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {

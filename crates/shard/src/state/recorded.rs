@@ -20,7 +20,7 @@ use crate::transport;
 pub struct RecordedTensor {
     /// Path in the module, such as `blocks.3.fc.weight`.
     pub path: String,
-    /// Its id in the record.
+    /// The tensor's id in the record.
     pub id: ParamId,
     /// The tensor's elements in the record: the transpose for a column-layout linear layer.
     pub data: TensorData,

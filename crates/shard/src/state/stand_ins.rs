@@ -45,7 +45,7 @@ pub fn renew_stand_ins<M: Module>(module: M) -> Result<M, Error> {
     let mut renew = Renew {
         paths: paths(&module),
     };
-    // Sharded parameters stay unchanged in such a map.
+    // This map leaves sharded parameters unchanged.
     Ok(within(Purpose::Prepare, || path::map(module, &mut renew)))
 }
 

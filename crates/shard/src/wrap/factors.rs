@@ -91,7 +91,7 @@ fn refused(expected: &'static str, got: String) -> Error {
     }
 }
 
-/// Sets the adapter of each slot of a unit that has factors among the unit's slots.
+/// Sets the adapter of each slot that has factors among `slots`.
 pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
     let index_of: HashMap<_, _> = slots
         .iter()

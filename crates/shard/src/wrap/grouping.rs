@@ -18,7 +18,7 @@ use crate::transport;
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
 
-/// Returns the modules that contain the parameter at `path`, outermost first.
+/// Returns the paths of the modules that contain the parameter at `path`, outermost first.
 fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }

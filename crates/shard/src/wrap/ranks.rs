@@ -7,7 +7,7 @@ use crate::policy::{ReduceGroup, ShardPolicy};
 use crate::spec::Groups;
 use burn_fsdp_mesh::Strategy;
 
-/// The groups of ranks that a call uses.
+/// The groups of ranks over which a call shards a module.
 pub(super) struct Ranks {
     /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
@@ -15,7 +15,7 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    /// Returns the ranks that `policy` selects on `mesh`.
+    /// Returns the groups that `policy` selects on `mesh`.
     pub(super) fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
         let along = |axis: &str, method| {
             let known = mesh.mesh().axes().iter().map(|axis| axis.name.as_str());

@@ -26,7 +26,7 @@ pub struct InitialPart<'a> {
 /// A function that returns the bytes of a part, or `None` for a parameter that starts from rank 0's value.
 pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
 
-/// Returns this rank's value of a parameter, if one is read for the field at `path`.
+/// Returns this rank's value of a parameter, if `read` returns one for the field at `path`.
 pub(super) fn value(
     read: Read<'_>,
     unit: &Unit,

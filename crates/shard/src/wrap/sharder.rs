@@ -33,7 +33,7 @@ use crate::unit::Unit;
 const READ_TWICE: &str =
     "but the values read for them differ; read only one name, or the same values for both";
 
-/// Replaces each parameter of a module with a stand-in that has the rank's value next to it.
+/// A reparameterizer that replaces each parameter with a stand-in, with this rank's value next to it.
 pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
@@ -236,7 +236,7 @@ fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> 
     plain.apply_reparameterization(Below { prefix, sharder })
 }
 
-/// The initial values of a factor, as in Burn's `Lora`, so a new adapter adds zero.
+/// The initial values of a factor, as in Burn's `Lora`: a new adapter adds zero.
 #[derive(Debug, Clone, Copy)]
 enum Fill {
     Normal { std: f64 },

@@ -36,7 +36,7 @@ pub(super) struct Ties {
     fields: Vec<Field>,
 }
 
-/// A field that shares an earlier field's parameter.
+/// A field that shares the parameter of an earlier field.
 #[derive(Clone)]
 pub(super) struct Field {
     pub(super) found: Found,
