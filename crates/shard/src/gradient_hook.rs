@@ -32,7 +32,6 @@ impl GradientHook {
         within(Purpose::Hook, || (self.0)(path, gradient))
     }
 
-    /// Returns true if this thread is inside a hook.
     pub(crate) fn is_running() -> bool {
         is_within(Purpose::Hook)
     }

@@ -19,7 +19,6 @@ const GATE: &str = "Struct:GateController";
 /// A Burn layer that computes in only one type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layer {
-    /// Path in the module.
     path: String,
     /// Burn's name for the kind of layer.
     kind: &'static str,

@@ -54,7 +54,6 @@ use crate::thrown::throw;
 
 /// The full parameter of one use of a unit, as backward accesses it.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;
 
     /// Returns true if the full parameter is kept until the backward of the use.

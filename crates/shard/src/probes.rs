@@ -26,7 +26,6 @@ use crate::thrown::throw;
 /// Number of rows and of columns of the probe matrix. Half of the matrix fills whole vector registers on any processor,
 /// so equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
-/// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
 /// Returns element `i` of the matrix or of its gradient in a step. Elements have either sign and are never zero, and
@@ -117,7 +116,6 @@ pub(crate) struct Subject {
     pub(crate) is_cut: bool,
 }
 
-/// The probes of one parameter.
 #[derive(Debug, Clone)]
 struct Probes {
     /// The parameter with which these probes are passed to mappers.

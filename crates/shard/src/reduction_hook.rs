@@ -19,7 +19,6 @@ use crate::transport;
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
-/// The user's function.
 type Reduce = dyn Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
 
 impl ReductionHook {
@@ -53,7 +52,6 @@ pub struct UnitReduction {
     pub(crate) group: ProcessGroup,
     pub(crate) pool: BufferPool,
     pub(crate) mean: Reduction,
-    /// The divisor of the sum over the group.
     pub(crate) divisor: f64,
     pub(crate) gradients: Vec<FullGradient>,
 }
@@ -66,7 +64,6 @@ pub struct FullGradient {
     pub(crate) tensor: Tensor<1>,
     /// The partition into shards; `None` if every rank holds all of the parameter.
     pub(crate) partition: Option<Partition>,
-    /// The range of flat elements that this rank holds.
     pub(crate) held: Range<usize>,
 }
 

@@ -71,7 +71,6 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Seals a value and holds it.
     pub(crate) fn new(group: &ProcessGroup, value: Tensor<1>, what: Label) -> Option<Self> {
         let seal = seal(group, &value)?;
         Some(Self { value, seal, what })

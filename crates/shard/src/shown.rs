@@ -75,7 +75,6 @@ impl Shown {
         of_any!(self, param => param.id)
     }
 
-    /// Returns the parameter with the id `id`.
     pub(crate) fn with_id(self, id: ParamId) -> Self {
         map_any!(self, param => {
             let mut param = param;

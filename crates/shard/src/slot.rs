@@ -31,7 +31,6 @@ pub(crate) struct Element {
 }
 
 impl Element {
-    /// Returns the size of an element in bytes.
     pub(crate) fn size(self) -> usize {
         self.wire.size()
     }
@@ -62,11 +61,9 @@ pub(crate) struct Slot {
     pub(crate) elements: Elements,
     /// The partition of the flat elements; a single shard if every rank holds the whole.
     pub(crate) partition: Partition,
-    /// The part that this rank holds.
     pub(crate) holding: Holding,
     /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
-    /// The adapter of the parameter, if it has one.
     pub(crate) adapter: Option<Adapter>,
     /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
@@ -150,7 +147,6 @@ impl Slot {
         }
     }
 
-    /// Returns the shape of the whole parameter as an array.
     pub(crate) fn dims<const D: usize>(&self) -> [usize; D] {
         let mut dims = [0; D];
         dims.copy_from_slice(&self.shape);
@@ -173,7 +169,6 @@ impl Slot {
 pub(crate) struct Slots<T>(Vec<Option<T>>);
 
 impl<T> Slots<T> {
-    /// Returns `len` empty slots.
     pub(crate) fn empty(len: usize) -> Self {
         (0..len).map(|_| None).collect()
     }

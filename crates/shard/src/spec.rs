@@ -24,14 +24,12 @@ pub(crate) struct Groups {
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
-/// The options for a unit's gradients.
 #[derive(Clone, Default)]
 pub(crate) struct GradientOptions {
     pub(crate) hook: Option<GradientHook>,
     pub(crate) reduction: Option<ReductionHook>,
 }
 
-/// The description of a unit.
 pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,

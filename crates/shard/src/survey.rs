@@ -17,7 +17,6 @@ use crate::path::{self, CONTAINER, Location, NAME};
 pub(crate) struct Found {
     pub(crate) path: String,
     pub(crate) id: ParamId,
-    /// Shape of the parameter's value.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
@@ -116,7 +115,6 @@ pub(crate) struct Declared<const D: usize> {
     pub(crate) recorded: [usize; D],
     /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// The functions that the parameter applies on load and save.
     pub(crate) mapper: ParamMapper<Tensor<D>>,
 }
 

@@ -125,7 +125,6 @@ impl Unit {
         *self.keep.lock() != Keep::No
     }
 
-    /// Sets whether full weights are kept from forward to backward.
     pub(crate) fn set_keeps(&self, keeps: bool) {
         *self.keep.lock() = match keeps {
             true => Keep::Always,
@@ -133,7 +132,6 @@ impl Unit {
         };
     }
 
-    /// Returns true if gradients are reduced after backward.
     pub(crate) fn syncs(&self) -> bool {
         self.switches.sync.load(Ordering::Relaxed)
     }
@@ -162,7 +160,6 @@ impl Unit {
         }
     }
 
-    /// Sets the unit's position in the root's list.
     pub(crate) fn set_position(&self, position: usize) {
         self.index.store(position, Ordering::Relaxed);
     }
@@ -209,7 +206,6 @@ impl Unit {
         self.tried[slot].load(Ordering::Relaxed)
     }
 
-    /// Notes that the optimizer of the module whose first slot is `slot` has been tried.
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
     }

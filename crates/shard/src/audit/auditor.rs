@@ -54,7 +54,6 @@ pub(crate) struct Fault {
     pub(crate) finding: Finding,
 }
 
-/// The auditor of one rank.
 #[derive(Debug)]
 pub(crate) struct Auditor {
     audit: Audit,
@@ -121,7 +120,6 @@ impl Auditor {
         };
     }
 
-    /// Returns true if the current step is audited.
     pub(crate) fn is_auditing(&self) -> bool {
         matches!(self.step, Step::Audited { .. })
     }

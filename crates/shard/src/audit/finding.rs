@@ -29,7 +29,6 @@ impl Sum {
         }
     }
 
-    /// Returns the number of gradients in the sum.
     pub(super) fn number(&self) -> u64 {
         self.of_ranks
             .iter()

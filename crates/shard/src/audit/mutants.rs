@@ -16,7 +16,6 @@ use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_o
 struct Layout {
     shards: usize,
     replicas: usize,
-    /// The number of parameters of each unit.
     units: Vec<usize>,
 }
 
@@ -46,7 +45,6 @@ enum Event {
     End { syncs: bool },
 }
 
-/// One rank of the engine.
 struct Rank {
     auditor: Auditor,
     come: Vec<Option<Tag>>,

@@ -22,7 +22,6 @@ impl Tag {
         Self(Some(field::reduce(u128::from(drawn))))
     }
 
-    /// Returns the tag of the sum of two gradients.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self(
             self.0
@@ -40,7 +39,6 @@ impl Tag {
         )
     }
 
-    /// Returns the element, if it is known.
     pub(crate) fn element(self) -> Option<Element> {
         self.0
     }

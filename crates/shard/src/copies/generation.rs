@@ -325,7 +325,6 @@ impl Generation {
         self.unit.staging.moved(held, &device)
     }
 
-    /// Returns true if the value of `slot` is trainable.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
         self.node(slot).is_some()
     }
@@ -417,7 +416,6 @@ impl Generation {
         self.pieces.lock().clone()
     }
 
-    /// Drops the pieces that forward left for backward.
     pub(crate) fn drop_pieces(&self) {
         *self.pieces.lock() = None;
     }

@@ -75,7 +75,6 @@ impl LifeCycle {
         }
     }
 
-    /// Returns true if the full parameters exist.
     pub(crate) fn is_unsharded(&self) -> bool {
         self.state() == UnitState::Unsharded
     }

@@ -38,7 +38,6 @@ impl Copies {
         }
     }
 
-    /// Returns a reference that does not keep the unit alive.
     pub(crate) fn downgrade(&self) -> WeakCopies {
         WeakCopies {
             unit: Arc::downgrade(&self.unit),
@@ -102,7 +101,6 @@ impl Copies {
         self.kin.live()
     }
 
-    /// Returns true if any module holds a parameter of the unit.
     pub(crate) fn is_held(&self) -> bool {
         self.live()
             .iter()

@@ -29,7 +29,6 @@ pub(crate) enum Share {
 /// The gradient of one parameter.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// Path of the parameter in the module.
     pub(crate) path: String,
     pub(crate) share: Share,
     /// The gradient's elements on this rank, without autodiff.

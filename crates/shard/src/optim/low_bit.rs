@@ -96,7 +96,6 @@ enum Form<S> {
     },
 }
 
-/// A tensor stored in fewer bits.
 #[derive(Debug, Clone)]
 struct Rounded {
     shape: Shape,

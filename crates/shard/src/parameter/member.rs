@@ -57,7 +57,6 @@ impl Member {
         self.owned.values()
     }
 
-    /// Returns the link to the root of its unit.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         self.owned.root_link()
     }

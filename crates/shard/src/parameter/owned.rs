@@ -15,7 +15,6 @@ use crate::root::{Place, Root};
 /// and must not make an abandoned copy look alive.
 pub(crate) struct Owned {
     generation: Arc<Generation>,
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     copy: Copied,
     clones: Arc<Clones>,
@@ -128,7 +127,6 @@ impl Owned {
         Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns the copies made of the parameter.
     pub(super) fn clones(&self) -> &Arc<Clones> {
         &self.clones
     }
@@ -138,7 +136,6 @@ impl Owned {
         self.copy
     }
 
-    /// Returns the link to the unit's root.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         &self.root_link
     }

@@ -29,13 +29,10 @@ const RECORDED_TWICE: &str =
 
 /// The part of a tied field that is the same in all copies of the module.
 pub(crate) struct Tie {
-    /// The unit of the parameter.
     pub(crate) copies: Copies,
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     /// Number of the field among the fields that share the parameter; 0 for the first.
     pub(crate) field: usize,
-    /// Path of the field.
     pub(crate) path: String,
     /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,

@@ -178,7 +178,6 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Checks that the held-back gradient is unchanged.
     fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
         let group = &generation.unit.groups.shard;
         seal::check(group, self.seal.as_ref(), &self.tensor, named)

@@ -41,7 +41,6 @@ impl AtEnd<'_> {
         })
     }
 
-    /// Returns whether a reduced gradient for `slot` of `unit` is due on this rank.
     fn due(&self, unit: &Unit, slot: usize) -> Due {
         if unit.slots[slot].is_elsewhere(unit.groups.shard.rank()) {
             return Due::No;

@@ -231,7 +231,6 @@ impl Root {
 
 /// The data that a rank publishes for a gather.
 struct Sources<'a> {
-    /// The group among which the data is published.
     group: &'a ProcessGroup,
     parts: Vec<Part>,
     /// True if the parts are pieces of full parameters, false if they are shards.

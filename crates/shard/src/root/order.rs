@@ -9,7 +9,6 @@ use crate::schedule::{Schedule, Schedules};
 /// The orders of operations, and the gathers and values of the current step.
 #[derive(Default)]
 pub(super) struct Order {
-    /// The recorded orders.
     pub(super) schedules: Schedules,
     /// Gathers that were started ahead of their use, in order.
     pub(super) prefetched: VecDeque<Ahead>,
@@ -23,7 +22,6 @@ pub(super) struct Order {
 pub(super) struct Ahead {
     /// The place of the gather in the order.
     pub(super) position: usize,
-    /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
     /// True if this rank takes part only for the other ranks, because it already had the full parameters or was
     /// gathering them.
@@ -45,7 +43,6 @@ impl Ahead {
 }
 
 impl Order {
-    /// Returns the recorded order of the current step.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }
@@ -60,7 +57,6 @@ impl Order {
         }
     }
 
-    /// Releases all prefetched gathers.
     pub(super) fn discard_prefetched(&mut self) {
         std::mem::take(&mut self.prefetched)
             .into_iter()

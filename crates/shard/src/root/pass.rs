@@ -14,7 +14,6 @@ use crate::unit::Unit;
 /// A parameter as one field of the module, since several fields may share it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     /// Number of the field among those that share the parameter.
     pub(crate) field: usize,

@@ -9,7 +9,6 @@ use super::arrival::Arrival;
 use crate::copies::Generation;
 use crate::op::Reduced;
 
-/// A reduction in progress.
 pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,

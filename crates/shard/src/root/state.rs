@@ -63,15 +63,10 @@ impl std::fmt::Debug for Root {
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// The forwards in progress, and the uses of units that wait for their backward.
     pub(super) uses: Uses,
-    /// The orders of operations, and the gathers and values of the current step.
     pub(super) order: Order,
-    /// Gradients that wait on this rank.
     pub(super) gradients: Accumulation,
-    /// Gradients in transit to the shards.
     pub(super) reductions: Reductions,
-    /// The data that the audit of the step needs.
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
@@ -89,7 +84,6 @@ pub(super) struct Counts {
     pub(super) finished: u64,
 }
 
-/// The phase of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Phase {
     #[default]
@@ -166,7 +160,6 @@ impl Root {
         units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
-    /// Returns true if `unit` belongs to the root.
     pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
         self.units().iter().any(|known| Arc::ptr_eq(known, unit))
     }
@@ -213,7 +206,6 @@ impl Root {
         units.get(index).and_then(WeakCopies::upgrade)
     }
 
-    /// Returns the label of an operation of this root.
     pub(super) fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
         Label::from(format!("{operation} of module {}", self.number))
     }
@@ -257,7 +249,6 @@ impl Root {
         self.progress().watch.clone()
     }
 
-    /// Returns the number of finished backwards.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }
@@ -440,7 +431,6 @@ fn refuse_in_hook() {
     }
 }
 
-/// Returns the error for a call in the wrong phase of a step.
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),

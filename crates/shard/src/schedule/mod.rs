@@ -76,7 +76,6 @@ impl Schedules {
         }
     }
 
-    /// Returns the order of the current step.
     pub(crate) fn current(&mut self) -> &mut Schedule {
         &mut self.current
     }
@@ -105,7 +104,6 @@ pub(crate) struct Schedule {
     phase: Phase,
 }
 
-/// A place in the order.
 #[derive(Debug)]
 struct Entry {
     operation: Operation,

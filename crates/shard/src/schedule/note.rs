@@ -26,7 +26,6 @@ impl Wish {
         [kind, unit as u64, place].map(u64::to_le_bytes).concat()
     }
 
-    /// Decodes the wish of another rank.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let number = |index: usize| {
             let mut word = [0; 8];
@@ -78,7 +77,6 @@ impl Note {
         }
     }
 
-    /// Encodes the note as bytes.
     pub(crate) fn join(self) -> Vec<u8> {
         [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }
@@ -88,13 +86,11 @@ impl Note {
         [&self.used[..], &self.tags].concat()
     }
 
-    /// Decodes the notes of all ranks.
     pub(crate) fn split_all(notes: Vec<Vec<u8>>, lengths: NoteLengths) -> Vec<Self> {
         let notes = notes.into_iter();
         notes.map(|note| Self::split(note, lengths)).collect()
     }
 
-    /// Decodes the note of a rank.
     fn split(mut bytes: Vec<u8>, NoteLengths { places, whole }: NoteLengths) -> Self {
         let after = |bytes: &mut Vec<u8>, len: usize| bytes.split_off(len.min(bytes.len()));
         let mut marks = after(&mut bytes, Wish::LEN);

@@ -16,7 +16,6 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Returns the operation's unit, if it has one.
     pub(crate) fn unit(self) -> Option<usize> {
         match self {
             Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {

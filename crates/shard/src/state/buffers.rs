@@ -187,7 +187,6 @@ fn average(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Err
 }
 
 struct Running {
-    /// Path of the running state in the module.
     path: String,
     /// Flat elements of the running state, without autodiff.
     flat: Tensor<1>,

@@ -109,7 +109,6 @@ struct Fill {
     members: HashMap<String, Member>,
     /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
-    /// The keys of parameters that several fields share.
     tied: HashSet<Key>,
     /// The whole values of these parameters.
     shared: HashMap<Key, Tensor<1>>,

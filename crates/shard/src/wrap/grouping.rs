@@ -23,7 +23,6 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-/// Paths of parameters that the policy ignores.
 pub(crate) struct Ignored(HashSet<String>);
 
 impl Ignored {

@@ -40,7 +40,6 @@ pub(super) struct Sharder<'a> {
     others: HashSet<String>,
     /// The adapters to attach, if any. They freeze all other parameters.
     lora: Option<Lora>,
-    /// The factors of the adapters, by path.
     factors: HashMap<String, Found>,
     /// The function that reads initial values; `None` if all are rank 0's.
     read: Option<Read<'a>>,

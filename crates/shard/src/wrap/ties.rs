@@ -32,7 +32,6 @@ const ADAPTED: &str = "but LoRA would adapt it; leave both out of its group, or 
 /// The fields that share a parameter with an earlier field of the module.
 #[derive(Default)]
 pub(super) struct Ties {
-    /// The fields in module order.
     fields: Vec<Field>,
 }
 
@@ -102,7 +101,6 @@ impl Ties {
         self.fields.iter().filter(move |field| field.first == first)
     }
 
-    /// Returns the field at `path`, if it shares an earlier field's parameter.
     pub(super) fn at(&self, path: &str) -> Option<&Field> {
         self.fields.iter().find(|field| field.found.path == path)
     }
