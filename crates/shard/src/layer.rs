@@ -74,7 +74,6 @@ impl Layer {
         })
     }
 
-    /// Returns the error for a parameter of the layer that computes in a different type.
     pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
         Error::LayerType {
             layer: format!("`{}` ({})", self.path, self.kind),

@@ -389,7 +389,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     }
 }
 
-/// Returns the full parameter of `weight` as an autodiff tensor of its final shape.
+/// Calls [`ShardOps::unshard`].
 pub(crate) fn unshard<const D: usize>(
     full: Tensor<1>,
     value: Tensor<1>,
@@ -404,7 +404,7 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
+/// Calls [`ShardOps::link`].
 pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
@@ -413,12 +413,12 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// Makes `ruler`, which is untracked, `links` levels deeper.
+/// Calls [`ShardOps::extend`].
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
 
-/// Returns `output` as a node deeper than `input` and `token` that runs `region` again in backward.
+/// Calls [`ShardOps::recomputed`].
 pub(crate) fn recomputed<const D: usize, const E: usize>(
     output: Tensor<E>,
     input: Tensor<D>,

@@ -34,7 +34,6 @@ impl fmt::Display for Pinned {
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
     bytes: usize,
-    /// A weak reference to the buffer's lifetime, which does not prolong it.
     life: Weak<()>,
 }
 

@@ -1,4 +1,4 @@
-//! The sharded parameter that this thread read last, which Burn's errors about types should name.
+//! The sharded parameter that this thread read last, with which Burn's type errors are reported.
 
 use std::any::Any;
 use std::cell::RefCell;

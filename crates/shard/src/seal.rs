@@ -63,7 +63,7 @@ pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>)
     }
 }
 
-/// A value and its seal, held to keep the value unchanged.
+/// A value and its seal. Burn does not overwrite a value that is held here.
 pub(crate) struct Held {
     value: Tensor<1>,
     seal: Seal,

@@ -184,7 +184,6 @@ fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     })
 }
 
-/// Returns `tensor` without autodiff.
 pub(crate) fn plain<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     match tensor.is_autodiff() {
         true => tensor.inner(),

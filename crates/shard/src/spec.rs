@@ -44,7 +44,6 @@ pub(crate) struct UnitSpec {
 }
 
 impl UnitSpec {
-    /// Returns a table with no value for any slot.
     pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
         Slots::empty(self.slots.len())
     }

@@ -1,4 +1,4 @@
-//! A walk over a module before it is sharded: its float parameters, and its other float tensors.
+//! Finds the float parameters and the other float tensors of a module before it is sharded.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

@@ -52,7 +52,7 @@ pub(crate) struct Unit {
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// For each slot that is the first of a module, whether the module's optimizer has been tried.
+    /// By slot: for a module's first slot, whether the module's optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
@@ -120,7 +120,6 @@ impl Unit {
         self.groups.replicas.is_none() || self.switches.all_reduce.load(Ordering::Relaxed)
     }
 
-    /// Returns true if full weights are kept from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No
     }
@@ -136,7 +135,6 @@ impl Unit {
         self.switches.sync.load(Ordering::Relaxed)
     }
 
-    /// Returns the divisors of the unit's gradients; `None` for the number of ranks.
     pub(crate) fn factors(&self) -> Option<DivideFactors> {
         *self.switches.factors.lock()
     }

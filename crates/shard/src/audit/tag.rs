@@ -30,7 +30,6 @@ impl Tag {
         )
     }
 
-    /// Returns the tag of the gradient multiplied by `scale`.
     pub(crate) fn times(self, scale: Self) -> Self {
         Self(
             self.0

@@ -43,12 +43,10 @@ pub(crate) enum Transition {
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
     pub(crate) unit: Arc<Unit>,
-    /// All generations of the unit, including this one.
     pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
     /// The fingerprint of the values' history. `valid`, `train` and moves to a device preserve it.
     version: AtomicU64,
-    /// The life cycle of the full parameters.
     pub(crate) life: LifeCycle,
     /// This rank's pieces of the full parameters by slot, which forward keeps for a gather among neighbours in
     /// backward.
@@ -206,7 +204,6 @@ impl Generation {
         self.held(slot).seal
     }
 
-    /// Describes the value of `slot` in messages.
     pub(crate) fn named(&self, slot: usize) -> String {
         let kind = match self.unit.slots[slot].is_gathered() {
             true => "the shard",
@@ -215,7 +212,6 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Describes a value of this kind for `slot` in messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())

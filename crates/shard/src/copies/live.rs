@@ -133,7 +133,6 @@ impl Copies {
         equal.for_each(|generation| generation.life.drop_full());
     }
 
-    /// Drops the full parameters of all copies, and cancels their gathers.
     pub(crate) fn drop_full(&self) {
         for generation in self.live() {
             generation.life.drop_full();

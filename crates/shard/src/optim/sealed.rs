@@ -133,7 +133,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     }
 }
 
-/// A record is the inner optimizer's, without seals, which belong to one run.
+/// A record has only the inner optimizer's state, because seals belong to one run.
 impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.0 {

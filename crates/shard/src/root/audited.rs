@@ -28,7 +28,6 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the audit data of a rank, with no units yet.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -59,7 +58,6 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a new gradient for `slot` of `unit`.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),

@@ -318,7 +318,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// Returns the autodiff node of a parameter in the current use. The node is created at the first access.
+    /// Returns the autodiff node of a parameter in the current use.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,

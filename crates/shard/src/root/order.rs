@@ -20,7 +20,6 @@ pub(super) struct Order {
 
 /// A gather that was started ahead of its use.
 pub(super) struct Ahead {
-    /// The place of the gather in the order.
     pub(super) position: usize,
     pub(super) generation: Arc<Generation>,
     /// True if this rank takes part only for the other ranks, because it already had the full parameters or was

@@ -84,7 +84,7 @@ pub(super) enum UseKind {
 }
 
 impl Use {
-    /// Begins a use of the unit of `generation`.
+    /// Begins a use of a unit.
     pub(super) fn new(
         kind: UseKind,
         id: u64,

@@ -127,7 +127,6 @@ enum Phase {
 }
 
 impl Schedule {
-    /// Returns the recorded order.
     pub(crate) fn operations(&self) -> impl Iterator<Item = Operation> + '_ {
         self.recorded.iter().map(|entry| entry.operation)
     }
@@ -343,7 +342,6 @@ impl Schedule {
         (!is_busy).then_some((place, entry.operation))
     }
 
-    /// Returns this rank's marks, one byte for each place in the order.
     pub(crate) fn marks(&self) -> &[u8] {
         &self.marks
     }
