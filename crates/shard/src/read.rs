@@ -1,4 +1,4 @@
-//! The sharded parameter that this thread read last, with which Burn's type errors are reported.
+//! The sharded parameter that this thread read last, named in reports of Burn's type errors.
 
 use std::any::Any;
 use std::cell::RefCell;

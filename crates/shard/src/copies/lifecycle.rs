@@ -107,7 +107,7 @@ impl LifeCycle {
         Ok(Some(told))
     }
 
-    /// Returns the full parameter of `slot`; `None` if the full parameters do not exist, or the slot is not gathered.
+    /// Returns the full parameter of `slot`, which must be gathered; `None` if the full parameters do not exist.
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
             State::Unsharded(full) => {

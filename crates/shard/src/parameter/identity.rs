@@ -18,7 +18,7 @@ use burn::module::ParamId;
 
 /// The bits in which the ids of a stand-in and its shard differ.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// The bits in which an unsettled id differs from the settled one.
+/// The bits in which an unsettled id differs from the shard's previous id.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
 /// Returns the stand-in's id for a shard's id, and vice versa.

@@ -147,8 +147,7 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
     ))
 }
 
-/// Maps over the optimizer's view of a parameter. If `mapper` may be an optimizer's first step, tries the optimizer
-/// first.
+/// Maps over the optimizer's view of a parameter. If `mapper` may be an untried optimizer, tries it first.
 fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
     let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];

@@ -11,10 +11,10 @@ use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::schedule::Operation;
 
-/// The need of a rank that needs no more units.
+/// What a rank that needs no more units sends.
 const DONE: u32 = u32::MAX;
 
-/// The need of a rank that failed.
+/// What a rank that failed sends.
 const FAILED: u32 = u32::MAX - 1;
 
 /// A unit of the evaluated module, with its root.

@@ -72,7 +72,7 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation in progress, if one is.
+    /// The evaluation in progress, if any.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 

@@ -88,8 +88,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns that select units. Patterns of a joint unit come with its name, and first, so no single-module
-/// pattern splits it.
+/// Returns the patterns that select units. Patterns of joint units come first, each with the unit's name, so no
+/// single-module pattern splits them.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
