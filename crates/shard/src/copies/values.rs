@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Seals the value. If it shares the memory of `before`, a pass over the module left it unchanged, and it keeps the
-    /// seal and the 32-bit elements of `before`, if any.
+    /// Seals the value. A value that shares the memory of `before` is unchanged, so it keeps the seal and the 32-bit
+    /// elements of `before`, if any.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));

@@ -39,7 +39,7 @@ pub(super) struct Sum {
     pub(super) seal: Option<Seal>,
 }
 
-/// A unit whose backward has ended, with the gradients that are reduced at the end of the whole backward.
+/// A unit whose part of backward has ended, with the gradients that wait for the end of backward.
 pub(super) struct Ended {
     pub(super) generation: Arc<Generation>,
     /// Gradients of parameters kept whole, by slot.

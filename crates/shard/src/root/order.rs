@@ -22,8 +22,8 @@ pub(super) struct Order {
 pub(super) struct Ahead {
     pub(super) position: usize,
     pub(super) generation: Arc<Generation>,
-    /// True if this rank takes part only for the other ranks, because it already had the full parameters or was
-    /// gathering them.
+    /// True if this rank takes part in the gather only for the other ranks, because it already had the full parameters
+    /// or was gathering them.
     pub(super) is_joined: bool,
 }
 
