@@ -1,4 +1,4 @@
-//! Low-rank adapters of sharded parameters: a weight to which the product of two small factors is added.
+//! Low-rank adapters of sharded parameters: the product of two small factors is added to a weight.
 
 use burn::tensor::Tensor;
 
@@ -16,14 +16,14 @@ pub(crate) struct Adapter {
     pub(crate) scale: f64,
 }
 
-/// The gradients of an adapter's factors, flat.
+/// The flat gradients of an adapter's factors.
 pub(crate) struct FactorGradients {
     pub(crate) a: Tensor<1>,
     pub(crate) b: Tensor<1>,
 }
 
 impl Adapter {
-    /// Returns `base` plus the scaled product of the factors. All tensors are flat and plain.
+    /// Returns `base` plus the scaled product of the factors. All tensors are flat and without autodiff.
     pub(crate) fn applied(&self, base: Tensor<1>, a: Tensor<1>, b: Tensor<1>) -> Tensor<1> {
         let delta = self.matrix_a(a).matmul(self.matrix_b(b));
         let delta = delta.mul_scalar(self.scale);

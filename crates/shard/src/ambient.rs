@@ -1,4 +1,4 @@
-//! The reason this thread visits or maps a module, which cannot be passed through Burn's visitors and mappers.
+//! The reason that this thread visits or maps a module, which Burn's visitors and mappers cannot carry.
 
 use std::cell::RefCell;
 
@@ -7,25 +7,25 @@ use std::cell::RefCell;
 pub(crate) enum Purpose {
     /// A search for sharded parameters that does not need their values.
     Inspect,
-    /// A map in which mappers of sharded parameters act only as they did before sharding.
+    /// A map in which mappers of sharded parameters behave as before sharding.
     PlainMappers,
-    /// The removal of a parameter's reparameterization, which keeps the replacement value.
+    /// The removal of reparameterizations, which keeps each base value as the parameter's value.
     KeepBase,
     /// The preparation of a module for a recomputed region. Sharded parameters stay unchanged.
     Prepare,
-    /// The creation of a module's own running states. Sharded parameters stay unchanged.
+    /// The creation of separate running states for a module. Sharded parameters stay unchanged.
     OwnStates,
-    /// A copy for a graph. Graphs must not make an abandoned copy look alive.
+    /// A clone of a module for an autodiff graph, which must not count as a live copy.
     CopyForGraph,
     /// The first forward of a recomputed region, without a graph.
     Region,
     /// The second forward of a recomputed region, or its backward.
     RegionAgain,
-    /// One of the engine's own maps.
+    /// A map that the engine itself runs.
     Map,
     /// A call of a gradient hook.
     Hook,
-    /// A call that catches unwinding errors and returns them as values.
+    /// A call of [`catch`](crate::catch), which returns unwinding errors as values.
     Catch,
 }
 
@@ -45,7 +45,6 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` for a purpose.
 pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
     let _entered = PURPOSES.with_borrow_mut(|purposes| {
         purposes.push(purpose);
@@ -61,7 +60,7 @@ pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
 }
 
-/// Returns true if any purpose except [`Purpose::Catch`] is active, so the thread is not in the program's own code.
+/// Returns true if any purpose except [`Purpose::Catch`] is active, so the thread is running engine code.
 pub(crate) fn is_engine() -> bool {
     PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }

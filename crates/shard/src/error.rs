@@ -23,11 +23,11 @@ pub enum Error {
         "the mesh has no axis `{axis}`, only `{known}`; name one of its axes with `ShardPolicy::{method}`"
     )]
     Axis {
-        /// The axis named by the policy.
+        /// The axis that the policy names.
         axis: String,
-        /// The axes of the mesh.
+        /// The axes that the mesh has.
         known: String,
-        /// The method of the policy.
+        /// The method of the policy that sets the axis.
         method: &'static str,
     },
     /// Two parameters with the same path.
@@ -36,7 +36,7 @@ pub enum Error {
          `enter_module` and `exit_module` around each field, with a unique name"
     )]
     SamePath {
-        /// The path.
+        /// The shared path.
         path: String,
     },
     /// Backward reached no parameter of the module.
@@ -47,7 +47,7 @@ pub enum Error {
          `apply_lora`, which freezes sharded parameters"
     )]
     NoGraph,
-    /// A parameter that no unit manages, cloned into ranks that are threads.
+    /// An unmanaged parameter that several ranks share, because ranks are threads and the module was cloned into them.
     #[error(
         "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait forever for each other's \
          backward: it was created once and cloned into the ranks; build the module on each rank, shard or replicate all \
@@ -58,7 +58,7 @@ pub enum Error {
         path: String,
         /// This rank.
         rank: usize,
-        /// The other one.
+        /// The other rank.
         peer: usize,
     },
     /// A parameter for which Burn would record a shard.
@@ -85,7 +85,7 @@ pub enum Error {
     Unreached {
         /// Path of the parameter.
         path: String,
-        /// Shape of the whole parameter.
+        /// Full shape of the parameter.
         shape: Vec<usize>,
     },
     /// A module whose parameters are all sharded or replicated already.
@@ -94,7 +94,7 @@ pub enum Error {
          `replicate` once per module, children before parents"
     )]
     AlreadySharded {
-        /// One of the units.
+        /// Name of one of these units.
         unit: String,
     },
     /// An ignore pattern that matches a sharded parameter.
@@ -106,14 +106,14 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// A group size to which full weights cannot be resharded.
+    /// A group size to which full weights cannot be resharded after forward.
     #[error(
         "cannot reshard to groups of {got} ranks; choose a divisor of the {ranks} ranks of the shard axis"
     )]
     ReshardTo {
-        /// The given number of ranks in a group.
+        /// The requested number of ranks per group.
         got: usize,
-        /// Ranks of the shard axis.
+        /// Number of ranks on the shard axis.
         ranks: usize,
     },
     /// A parameter that already has another reparameterization.
@@ -131,9 +131,9 @@ pub enum Error {
     /// Two fields that cannot share a parameter.
     #[error("parameters `{first}` and `{second}` are one parameter (same id), {problem}")]
     Tied {
-        /// The path seen first.
+        /// Path of the first field.
         first: String,
-        /// The path seen second.
+        /// Path of the field that cannot share its parameter.
         second: String,
         /// The reason that the fields cannot share the parameter, and the remedy.
         problem: &'static str,
@@ -145,7 +145,7 @@ pub enum Error {
     Backend {
         /// Path of the parameter.
         path: String,
-        /// The backend found.
+        /// Name of the backend.
         backend: String,
         /// The advice: the cargo feature that adds it, or a list of such features.
         advice: String,
@@ -156,13 +156,13 @@ pub enum Error {
          `ShardPolicy::offload_to` to keep shards on the host"
     )]
     Backends {
-        /// The path seen first.
+        /// Path of the first parameter.
         first: String,
-        /// The first path on another backend.
+        /// Path of the first parameter on another backend.
         second: String,
-        /// The device of the first.
+        /// The device of the parameter `first`.
         expected: String,
-        /// The device of the second.
+        /// The device of the parameter `second`.
         got: String,
     },
     /// A parameter of an element type that cannot be reduced.
@@ -173,7 +173,7 @@ pub enum Error {
     ElementType {
         /// Path of the parameter.
         path: String,
-        /// The element type found.
+        /// Element type of the parameter.
         got: String,
     },
     /// A Burn layer that does not compute in its parameters' type.
@@ -184,7 +184,7 @@ pub enum Error {
          compile the step"
     )]
     LayerType {
-        /// Path and name of the layer.
+        /// Path and kind of the layer.
         layer: String,
         /// Path of the parameter.
         param: String,
@@ -201,7 +201,7 @@ pub enum Error {
     TwoTypes {
         /// Path of the sharded parameter that this rank read last.
         param: String,
-        /// The type in which it computes.
+        /// The type in which the parameter computes.
         dtype: String,
         /// Burn's message.
         reason: String,
@@ -225,9 +225,9 @@ pub enum Error {
          `burn_fsdp::state::into_record(model)` instead of `model.into_record()`, or drop the other copies first"
     )]
     AmbiguousCopy {
-        /// The unit.
+        /// Name of the unit.
         unit: String,
-        /// The number of copies that differ.
+        /// Number of copies with different values.
         copies: usize,
     },
     /// A unit that another rank uses, without a matching copy on this rank.
@@ -239,7 +239,7 @@ pub enum Error {
     NoCopy {
         /// This rank.
         rank: usize,
-        /// The unit.
+        /// Name of the unit.
         unit: String,
     },
     /// A sharded module used by two threads at the same time.
@@ -259,13 +259,13 @@ pub enum Error {
          or call backward before the next forward"
     )]
     Consumed,
-    /// A child that was sharded over a different process group from its parent.
+    /// A child that was sharded over a different process group than its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, but its parent over `{expected}`; shard a module and its children \
          over the same group"
     )]
     Group {
-        /// The unit.
+        /// Name of the unit.
         unit: String,
         /// The parent's group.
         expected: String,
@@ -275,13 +275,13 @@ pub enum Error {
     /// A unit in a state that does not allow the operation.
     #[error("unit `{unit}` is {got}, but must be {expected}; {advice}")]
     State {
-        /// The unit.
+        /// Name of the unit.
         unit: String,
-        /// The states allowed.
+        /// The states in which the operation is allowed.
         expected: String,
-        /// The state found.
+        /// The current state.
         got: String,
-        /// The advice for the user.
+        /// A remedy, shown to the user.
         advice: &'static str,
     },
     /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
@@ -296,9 +296,9 @@ pub enum Error {
          dropout and other random numbers outside, or run each rank as a process"
     )]
     Recomputed {
-        /// An element of the first output.
+        /// An element of the first run's output.
         first: f32,
-        /// The same element of the second.
+        /// The same element of the second run's output.
         second: f32,
     },
     /// A wrong number of bytes read for a tensor.
@@ -306,9 +306,9 @@ pub enum Error {
     LocalLength {
         /// Path of the tensor.
         path: String,
-        /// Bytes that this rank holds.
+        /// Number of bytes that this rank holds.
         expected: usize,
-        /// Bytes read.
+        /// Number of bytes that were read.
         got: usize,
     },
     /// A policy hook that returned a wrong result, or made an invalid request to the engine.
@@ -319,9 +319,9 @@ pub enum Error {
     Hook {
         /// The subject of the call: a parameter's path or a unit's name, with the rank.
         of: String,
-        /// A description of the expected behavior.
+        /// The expected behavior.
         expected: String,
-        /// A description of the hook's behavior.
+        /// The hook's actual behavior.
         got: String,
     },
     /// A module without any sharded parameter, where one is required.
@@ -333,21 +333,21 @@ pub enum Error {
          make `visit` and `map` name the same parameters in the same order"
     )]
     Names {
-        /// Position in module order.
+        /// Position of the parameter in module order.
         index: usize,
-        /// Path before.
+        /// Path before sharding.
         expected: String,
-        /// Path after.
+        /// Path after sharding.
         got: String,
     },
     /// An option with an invalid value.
     #[error("{option} is {got}, but must be {expected}")]
     Option {
-        /// The option.
+        /// Name of the option.
         option: &'static str,
         /// The valid values.
         expected: &'static str,
-        /// The value given.
+        /// The invalid value.
         got: String,
     },
     /// A norm of all gradients that is infinite or not a number.
@@ -357,11 +357,11 @@ pub enum Error {
          `NonFinite::Scale`"
     )]
     NonFiniteNorm {
-        /// The norm.
+        /// The computed norm.
         norm: f64,
         /// This rank.
         rank: usize,
-        /// The first parameter whose gradient on this rank is not finite.
+        /// Path of the first parameter whose gradient on this rank is not finite.
         first: String,
     },
     /// A loss scale that has become too small to halve.
@@ -382,7 +382,7 @@ pub enum Error {
          AdamW, AdaGrad, RMSProp, Lion, Adan) and clip with `clip_grad_norm`"
     )]
     WholeTensors {
-        /// The first such parameter.
+        /// Path of the first such parameter.
         path: String,
     },
     /// An optimizer that panicked on a shard before its trial was complete.
@@ -392,9 +392,9 @@ pub enum Error {
          parameter to one rank with `ShardPolicy::one_owner([\"**\"])`"
     )]
     Untried {
-        /// The parameter.
+        /// Path of the parameter.
         path: String,
-        /// The optimizer's message.
+        /// The message of the panic.
         panic: String,
     },
     /// A parameter that would be trained with each rank's own gradient.
@@ -425,9 +425,9 @@ pub enum Error {
          for running states"
     )]
     Disagreement {
-        /// The first rank with its value.
+        /// The first rank that holds this value.
         rank: usize,
-        /// The first rank with a different value.
+        /// The first rank whose value differs.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,
@@ -440,9 +440,9 @@ pub enum Error {
     Returned {
         /// Path of the parameter.
         path: String,
-        /// A description of the sharded module's tensor.
+        /// The sharded module's own tensor at this path.
         expected: String,
-        /// A description of the tensor that was returned.
+        /// The returned module's tensor.
         got: String,
     },
     /// A moving average that would be kept in 16 bits.
@@ -453,19 +453,19 @@ pub enum Error {
     Average {
         /// Path of the tensor.
         path: String,
-        /// Its type.
+        /// Element type of the tensor.
         dtype: burn::tensor::DType,
     },
     /// An optimizer state that could not be stored or read back.
     #[error("optimizer state of unit `{unit}`, file {file}: {reason}; {advice}")]
     OptimizerState {
-        /// The unit.
+        /// Name of the unit.
         unit: String,
-        /// The file.
+        /// Path of the file.
         file: String,
         /// The reason for the failure.
         reason: String,
-        /// The advice for the user.
+        /// A remedy, shown to the user.
         advice: &'static str,
     },
     /// A gradient that the engine did not sum and divide according to the policy.
@@ -476,7 +476,7 @@ pub enum Error {
     Audit {
         /// This rank.
         rank: usize,
-        /// The unit.
+        /// Name of the unit.
         unit: String,
         /// Path of the parameter.
         path: String,
@@ -484,13 +484,13 @@ pub enum Error {
         expected: Box<str>,
         /// The actual sum.
         got: Box<str>,
-        /// The collectives that carried the unit's gradients in this step, and the order of the step.
+        /// The collectives that carried the unit's gradients in this step, and the step's order of operations.
         operations: Box<str>,
     },
     /// An error of a collective.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),
-    /// An impossible mesh or partition.
+    /// An invalid mesh or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 }

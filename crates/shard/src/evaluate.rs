@@ -1,4 +1,4 @@
-//! Evaluation in which ranks may use different units.
+//! Evaluation in which ranks may take different routes through a module.
 
 use burn::module::Module;
 
@@ -9,20 +9,20 @@ use crate::thrown::catch;
 
 /// Evaluates a sharded module. Passes `body` the module's [`valid`](Module::valid) copy, without autodiff. As in
 /// training, ranks may take different routes through it: experts chosen by a router, skipped layers, different numbers
-/// of batches. (Used directly, a [`Module::valid`] copy needs the same units in the same order on all ranks.)
+/// of batches. (Outside this function, a [`Module::valid`] copy needs the same units in the same order on all ranks.)
 ///
-/// Before each gather, ranks exchange which unit they need. Those that need another one, or have finished, still send
+/// Before each gather, ranks exchange which unit they need. Ranks that need another unit, or have finished, still send
 /// their shards. So a rank that has finished waits for the others; between gathers, the group's deadline limits the
 /// wait. `body` must not call any other collective; it should return the values to be summed over ranks.
 ///
-/// Collective: all ranks of the module call it, between steps. One exchange of 4 bytes before each gather, and one at
-/// the end.
+/// Collective: all ranks of the module call it, between steps. It costs one exchange of 4 bytes before each gather, and
+/// one at the end.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside another evaluation, for any copy of the module except the one passed
-/// to `body`, and on all ranks if one fails; [`Error::Option`] for a module whose units are sharded over several
-/// groups; a failed collective.
+/// [`Error::NotSharded`]; [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than
+/// the one it received, and on all ranks if one rank fails; [`Error::Option`] for a module whose units are sharded over
+/// several groups; a failed collective.
 ///
 /// ```
 /// use burn::module::Module;
@@ -50,7 +50,7 @@ pub fn evaluate<M: Module, T>(module: &M, body: impl FnOnce(&M) -> T) -> Result<
     let copy = catch(|| module.valid())?;
     let mut units: Vec<Evaluable> = Vec::new();
     for member in inspect::members(&copy) {
-        // A unit may have several values if a part of it was cloned or changed separately.
+        // A unit has several values if a part of the module was cloned or changed separately.
         let values = member.values();
         let is_known = |(_, known): &Evaluable| are_equal(known, &values);
         if values.unit.is_gathered() && !units.iter().any(is_known) {

@@ -12,28 +12,26 @@ use crate::ambient::{Purpose, is_within, within};
 #[derive(Clone)]
 pub(crate) struct GradientHook(Arc<ChangeGradient>);
 
-/// The function of a hook, from a path and a flat gradient to a gradient of the same length.
+/// The user's function, which maps a path and a flat gradient to a gradient of the same length.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl GradientHook {
-    /// Returns a hook that calls `change`.
     pub(crate) fn new(
         change: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(change))
     }
 
-    /// Returns a hook that calls this hook, then `next` with the result.
+    /// Returns a hook that passes this hook's result to `next`.
     pub(crate) fn then(self, next: Self) -> Self {
         Self::new(move |path, gradient| (next.0)(path, (self.0)(path, gradient)))
     }
 
-    /// Returns the hook's result for `gradient`.
+    /// Calls the hook on `gradient`, and returns the new gradient.
     pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
         within(Purpose::Hook, || (self.0)(path, gradient))
     }
 
-    /// Returns true if this thread is inside a hook.
     pub(crate) fn is_running() -> bool {
         is_within(Purpose::Hook)
     }

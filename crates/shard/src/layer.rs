@@ -8,27 +8,26 @@ use burn::tensor::{DType, Device};
 use crate::error::Error;
 use crate::path::Location;
 
-/// The layer whose running states have their own type.
+/// Burn's name for the layer that computes in the type of its running states.
 const BATCH_NORM: &str = "Struct:BatchNorm";
-/// The layers whose initial states and collected outputs have the device's default type.
+/// Burn's names for the layers that compute in the device's default type: they create their initial states and outputs
+/// in it.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// The parts of recurrent layers.
+/// Burn's name for a part that every recurrent layer has, and that a user's struct of the same name lacks.
 const GATE: &str = "Struct:GateController";
 
 /// A Burn layer that computes in only one type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layer {
-    /// Path in the module.
     path: String,
-    /// Burn's name for it.
+    /// Burn's name for the kind of layer.
     kind: &'static str,
     /// The only type in which it computes.
     pub(crate) dtype: DType,
 }
 
 /// Returns the layer that contains the parameter at `place`, if it is one of these layers. `containers` are Burn's
-/// names for the kinds of the modules around the current position. The type of a layer with running states is not yet
-/// known.
+/// names for the kinds of the enclosing modules. For a layer with running states, the type is set later.
 pub(crate) fn around(
     place: &Location,
     containers: &[String],
@@ -56,8 +55,8 @@ pub(crate) fn around(
 }
 
 impl Layer {
-    /// Returns the layer with its type, which is the type of its running states if it has any; `states` has the types
-    /// of the module's running states, by path. Returns `None` if it is not the layer that its name suggests.
+    /// Returns the layer with its final type: the type of its running states, if it has any. `states` has the types of
+    /// the module's running states, by path. Returns `None` if it is not the layer that its name suggests.
     pub(crate) fn settled(&self, states: &HashMap<String, DType>) -> Option<Arc<Self>> {
         if format!("Struct:{}", self.kind) != BATCH_NORM {
             return Some(Arc::new(self.clone()));
@@ -75,7 +74,6 @@ impl Layer {
         })
     }
 
-    /// Returns the error for a parameter of the layer that computes in a different type.
     pub(crate) fn refuses(&self, param: &str, compute: DType) -> Error {
         Error::LayerType {
             layer: format!("`{}` ({})", self.path, self.kind),

@@ -2,10 +2,10 @@
 //!
 //! Burn locks all graphs that share a leaf during the backward of any of them. If ranks are threads and hold clones of
 //! one parameter, they would block each other, each in the middle of operations that need the other. Managed and
-//! ignored parameters get a separate leaf on each rank. Parameters next to sharded modules are unknown to the engine
-//! until the first backward, which looks for them. A rank still in its forward at that point would wait for a graph
-//! that the other one has locked, so the other one gives it a moment to arrive. If that is not enough, because their
-//! routes differ, the process group's deadline ends the wait.
+//! ignored parameters get a separate leaf on each rank. The engine finds other parameters only in the first backward. A
+//! rank that is still in its forward then would wait for a graph that another rank has locked, so each rank first waits
+//! briefly for the others. If that is not enough, because their routes differ, the process group's deadline ends the
+//! wait.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -20,13 +20,13 @@ use crate::inspect;
 use crate::op;
 use crate::path::{self, Location};
 
-/// The rank of this process that uses each leaf in its current backward.
+/// For each claimed leaf, the rank of this process that uses it in its current backward.
 static CLAIMED: Mutex<Option<HashMap<NodeId, usize>>> = Mutex::new(None);
 
 /// The signal that a rank has claimed its leaves.
 static HAS_CLAIMED: Condvar = Condvar::new();
 
-/// How long a rank's first backward waits for those of the other ranks.
+/// Maximum time that a rank's first backward waits for the other ranks to begin theirs.
 const FOR_OTHERS: Duration = Duration::from_secs(1);
 
 /// Leaves that belong to this rank until the claim is dropped.

@@ -1,8 +1,8 @@
 //! The eager engine of `burn-fsdp`: fully sharded data parallelism for any Burn module.
 //!
-//! [`fully_shard`] takes a module and returns a module of the same type. From then on each rank holds a shard
-//! of every parameter. Full weights exist only around the forward and the backward of the *unit* that owns
-//! them. The training loop stays Burn's own.
+//! [`fully_shard`] takes a module and returns a module of the same type. From then on each rank holds only its shards
+//! of the parameters. Full weights exist only around the forward and the backward of the *unit* to which they belong.
+//! The training loop remains Burn's own.
 //!
 //! # Structure
 //!
@@ -24,8 +24,8 @@
 //!
 //! - `shown`, `slot`, `offload`, `spec`, `unit`: a parameter as optimizers see it, a parameter in its unit, a unit's
 //!   devices, its fixed properties, and its mutable state.
-//! - `copies`: the values that belong together, as optimizers, clones and records create new ones, and the life cycle
-//!   of the full parameters gathered from them.
+//! - `copies`: the sets of values that optimizers, clones and records create, and the life cycle of the full parameters
+//!   gathered from them.
 //! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them once the
 //!   unit's gradients are complete.
 //! - `parameter`: the form in which Burn sees a sharded parameter: a reparameterization that is called at every
@@ -35,14 +35,14 @@
 //! Around the engine:
 //!
 //! - `inspect`: finds the sharded parameters of a module, and reports its units, plan, order and memory.
-//! - `state`: reads, saves and changes a module's state between steps. `optim`: work on gradients between
-//!   backward and the optimizer.
+//! - `state`: reads, saves and changes a module's state between steps. `optim`: processes gradients between backward
+//!   and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: parameters that would not be reduced.
 //! - `recompute` (activation checkpointing), `numbers` (random numbers that are drawn again), `leaves` (autodiff leaves
 //!   that ranks share) and `step` ([`backward`]).
-//! - `wrapper`: all of this as methods.
+//! - `wrapper`: a module type with all of this as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!
@@ -139,7 +139,7 @@ pub use wrapper::FullyShardedDataParallel;
 #[cfg(doc)]
 pub mod protocol {}
 
-/// The types of computation and gradient reduction, as Burn types.
+/// The element types of computation and gradient reduction, as Burn types.
 ///
 /// ```
 /// use burn::tensor::FloatDType;

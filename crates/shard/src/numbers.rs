@@ -1,13 +1,13 @@
 //! Random numbers that a recomputed region draws twice.
 //!
 //! Burn has one generator for all threads of a process, and only its seed can be set. So a region draws a seed, seeds
-//! the generator with it, and does so again when it is recomputed. If ranks are threads, each would restart the others'
-//! numbers.
+//! the generator with it, and does so again when it is recomputed. If ranks are threads, regions do not do this,
+//! because each would restart the other ranks' numbers.
 
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_fsdp_collectives::thread_ranks;
 
-/// The numbers of a region.
+/// The seed of a region's random numbers, and their device.
 pub(crate) struct Numbers {
     seed: u64,
     device: Device,
@@ -18,7 +18,7 @@ fn is_alone() -> bool {
     thread_ranks() <= 1
 }
 
-/// Draws a seed.
+/// Draws a seed from the device's generator.
 fn drawn(device: &Device) -> u64 {
     let parts = Tensor::<1, Int>::random([4], Distribution::Uniform(0.0, 65_536.0), device);
     let parts = parts.into_data().convert::<i64>();
@@ -28,7 +28,7 @@ fn drawn(device: &Device) -> u64 {
 }
 
 impl Numbers {
-    /// Starts the random numbers of a region; `None` if ranks are threads.
+    /// Seeds the generator for a region; returns `None` if ranks are threads.
     pub(crate) fn begin(device: &Device) -> Option<Self> {
         is_alone().then(|| {
             let seed = drawn(device);
@@ -40,7 +40,7 @@ impl Numbers {
         })
     }
 
-    /// Runs `body` with the same numbers again. Afterwards, different numbers follow.
+    /// Runs `body` with the region's numbers again. Afterwards, different numbers follow.
     pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
         if !is_alone() {
             return body();

@@ -5,9 +5,10 @@
 //! - `unshard`: its output is the full parameter. Backward passes the full gradient to the unit. If full weights are
 //!   dropped after forward, the node is memory-bound regardless of the device's strategy: consumers keep the node
 //!   instead of the weight, and its retro-forward gathers the unit again.
-//! - the links of a *token*: no-ops that set the depth of the nodes attached to them. Burn's backward runs by depth,
-//!   and the token makes it run unit by unit.
-//! - each link carries an [`Announce`], which runs when a unit's gradients are complete or backward is about to end.
+//! - `link`: a link of the *token*, a no-op that sets the depth of the nodes attached to it. Burn's backward runs by
+//!   depth, and the token makes it run unit by unit. Each link carries an [`Announce`], which runs when a unit's
+//!   gradients are complete or backward is about to end.
+//! - `recomputed`: its output is a region's output. Backward runs the region again.
 //!
 //! The engine chooses the depth of a link with a *ruler*, an untracked parent that backward does not visit: a node is
 //! one deeper than its deepest parent, tracked or not.
@@ -51,41 +52,39 @@ use crate::audit::Tag;
 use crate::error::Error;
 use crate::thrown::throw;
 
-/// A full parameter in one use of its unit, as backward needs it.
+/// The full parameter of one use of a unit, as backward accesses it.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;
 
-    /// Returns true if it is kept until the backward of the use.
+    /// Returns true if the full parameter is kept until the backward of the use.
     fn stays(&self) -> bool;
 
     /// Gathers the unit again and returns the full parameter, flat and without autodiff.
     fn regather(&self) -> Result<Tensor<1>, Error>;
 
-    /// Receives the full gradient, flat and plain.
+    /// Receives the full gradient, flat and without autodiff.
     fn receive(&self, gradient: Tensor<1>);
 }
 
 /// A milestone, which a link of the token announces when backward reaches it.
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
-    /// Called when backward reaches this node. Returns the gradients of completed reductions.
+    /// Called when backward reaches the link. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
-    /// Called with the leaf and tag of each of those gradients, once they are in Burn's `Gradients`.
+    /// Called with the leaf and tag of each gradient that `reached` returned, once they are in Burn's `Gradients`.
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
 }
 
 /// A shard gradient that is ready for the optimizer.
 pub(crate) struct Reduced {
-    /// The leaf that it belongs to.
+    /// The leaf to which the gradient belongs.
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
-    /// The tag of the gradient.
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// Its checksum on arrival, and its description, if ranks compare bytes.
+    /// The gradient's checksum on arrival, and its description, if ranks compare bytes.
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
@@ -93,19 +92,20 @@ pub(crate) struct Reduced {
 pub(crate) struct HandedOn {
     /// The leaf in the outer graph; `None` for the region's input.
     pub(crate) node: Option<NodeId>,
-    /// The gradient, flat and plain.
+    /// The gradient, flat and without autodiff.
     pub(crate) gradient: Tensor<1>,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
 }
 
-/// A region of the model that runs again in backward, without its generic types.
+/// A type-erased region of the model, which runs again in backward.
 pub(crate) trait Region: fmt::Debug + Send + Sync {
-    /// Runs the region again with a graph, and backpropagates `gradient`, flat and plain, through it.
+    /// Runs the region again with a graph, backpropagates `gradient` (flat, without autodiff) through it, and returns
+    /// the resulting gradients.
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
-/// The engine's operations. `full` has no autodiff; `value` is the tensor that the optimizer sees.
+/// The engine's operations. A `full` parameter has no autodiff; `value` is the tensor that the optimizer sees.
 #[backend_extension(
     Flex,
     Cube: cfg(feature = "cube"),
@@ -114,7 +114,7 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
     Autodiff
 )]
 pub(crate) trait ShardOps: Backend {
-    /// Returns `full` in its final shape, as a function of `value` attached to `token`.
+    /// Returns `full` in its final shape, as a graph node with the parents `value` and `token`.
     fn unshard(
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -129,11 +129,11 @@ pub(crate) trait ShardOps: Backend {
         milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
-    /// Returns the untracked `ruler`, deepened by `links`.
+    /// Makes `ruler`, which is untracked, `links` levels deeper.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
     /// Returns the `output` that a region computed from `input` without a graph, as a node whose backward runs `region`
-    /// again. `token` places the node above the units that it uses.
+    /// again. `token` makes the node deeper than the units that the region uses.
     fn recomputed(
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
@@ -141,23 +141,23 @@ pub(crate) trait ShardOps: Backend {
         region: Arc<dyn Region>,
     ) -> FloatTensor<Self>;
 
-    /// Writes the number of `value`'s node to `sink`.
+    /// Writes the id of `value`'s graph node to `sink`.
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self>;
 }
 
 /// A backend whose primitives the engine can extract from tensors and wrap again.
 pub(crate) trait Primitive: Backend {
-    /// Returns a plain flat tensor's primitive, if it is on this backend.
+    /// Returns the primitive of a flat tensor without autodiff, if it is on this backend.
     fn try_lower(tensor: Tensor<1>) -> Option<FloatTensor<Self>>;
-    /// Returns a plain flat tensor's primitive.
+    /// Returns the primitive of a flat tensor without autodiff, which must be on this backend.
     fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
         Self::try_lower(tensor).expect("a unit's full parameters are on one backend")
     }
-    /// Returns a primitive, flattened, as a plain tensor.
+    /// Returns a flat tensor without autodiff from a primitive of any shape.
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-/// The operations on a backend without autodiff, which are only reshapes.
+/// Implements the operations for a backend without autodiff, where they are only reshapes.
 macro_rules! plain_backend {
     ($backend:ty) => {
         impl Primitive for $backend {
@@ -217,7 +217,7 @@ plain_backend!(LibTorch);
 #[cfg(feature = "ndarray")]
 plain_backend!(NdArray);
 
-/// A retro-forward that gathers the unit again when backward first asks for one of its parameters.
+/// A retro-forward that gathers the unit again when backward first needs one of its parameters.
 #[derive(Debug)]
 struct Regather<B> {
     weight: Arc<dyn Weight>,
@@ -243,14 +243,14 @@ impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
     fn backward(self, ops: Ops<Arc<dyn Weight>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [value, _token] = ops.parents;
         let gradient = grads.consume::<B>(&ops.node);
-        // A frozen value has no node: Burn computed its gradient anyway, and it is dropped here.
+        // A frozen value has no node. Burn computed its gradient anyway; it is dropped here.
         if value.is_some() {
             ops.state.receive(B::raise(gradient));
         }
     }
 }
 
-/// One step of depth on a ruler.
+/// A node that makes a ruler one deeper.
 #[derive(Debug)]
 struct Notch;
 
@@ -260,7 +260,7 @@ impl<B: Backend> Backward<B, 1> for Notch {
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
-/// The backward of a link, which reports the point that backward has reached.
+/// The backward of a link, which announces its milestone.
 #[derive(Debug)]
 struct Report;
 
@@ -274,7 +274,8 @@ impl<B: Primitive> Backward<B, 2> for Report {
             let (node, shape) = (reduced.node, reduced.shape);
             match B::try_lower(reduced.gradient.clone()) {
                 Some(flat) => grads.register::<B>(node, B::float_reshape(flat, shape)),
-                // The gradient of an offloaded shard: its leaf is on the host, regardless of backward's backend.
+                // The gradient of an offloaded shard: its leaf is on the host, even if backward runs on another
+                // backend.
                 None => {
                     let flat = Flex::lower(reduced.gradient);
                     grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
@@ -330,7 +331,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
             .memory_bound()
             .retro_forward(regather);
-        // Burn does not recompute a node with an untracked parent, so a frozen value is left out: the generation holds
+        // Burn does not recompute a node with an untracked parent, so a frozen value is left out. The generation holds
         // it for the retro-forward anyway.
         let prepared = if value.is_tracked() {
             prepared.parents([&value, &token])
@@ -388,7 +389,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     }
 }
 
-/// Returns the full parameter of `weight` as an autodiff tensor of its final shape.
+/// Calls [`ShardOps::unshard`].
 pub(crate) fn unshard<const D: usize>(
     full: Tensor<1>,
     value: Tensor<1>,
@@ -403,7 +404,7 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// Returns a link that is deeper than `token` and `ruler`, and announces `milestone`.
+/// Calls [`ShardOps::link`].
 pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
@@ -412,12 +413,12 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// Returns the untracked `ruler`, deepened by `links`.
+/// Calls [`ShardOps::extend`].
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
 
-/// Returns `output` as a node above `input` and `token` that runs `region` again in backward.
+/// Calls [`ShardOps::recomputed`].
 pub(crate) fn recomputed<const D: usize, const E: usize>(
     output: Tensor<E>,
     input: Tensor<D>,

@@ -14,7 +14,7 @@ pub(crate) const BLOCK: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Packing {
     elements: Partition,
-    /// The partition of the records.
+    /// The partition of all records' bytes into one record per rank.
     pub(crate) bytes: Partition,
 }
 
@@ -39,8 +39,8 @@ impl Packing {
         self.bytes.num_elements()
     }
 
-    /// Returns the record of a shard with these elements, which are 32-bit floats in native byte order. It is empty for
-    /// a shard without a record.
+    /// Returns the record of shard `shard`, whose elements are 32-bit floats in native byte order. It is empty for a
+    /// rank that has no record.
     pub(crate) fn packed(&self, elements: &[u8], shard: usize) -> Vec<u8> {
         let mut record = vec![0; self.bytes.len(shard)];
         if record.is_empty() {
@@ -56,7 +56,7 @@ impl Packing {
         record
     }
 
-    /// Writes all elements to `into`, as 32-bit floats in native byte order.
+    /// Unpacks all records, and writes the elements to `into` as 32-bit floats in native byte order.
     pub(crate) fn unpack(&self, records: &[u8], into: &mut [u8]) {
         for (shard, range) in self.elements.non_empty() {
             let record = &records[self.bytes.range(shard)];
@@ -108,7 +108,7 @@ mod tests {
             .collect()
     }
 
-    /// Returns `values` as all ranks receive them.
+    /// Returns `values` as all ranks receive them in a gather.
     fn arrived(values: &[f32], partition: Partition) -> Vec<f32> {
         let packing = Packing::new(partition).expect("few");
         let records: Vec<u8> = (partition.ranges().enumerate())

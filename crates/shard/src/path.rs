@@ -18,7 +18,7 @@ pub(crate) const FACTOR_A: &str = "lora.a";
 /// Path of the second factor.
 pub(crate) const FACTOR_B: &str = "lora.b";
 
-/// The position of a walk over a module.
+/// A position in a module during a walk.
 #[derive(Debug, Default)]
 pub(crate) struct Location {
     names: Vec<String>,
@@ -31,12 +31,12 @@ impl Location {
         self.names.join(".")
     }
 
-    /// Returns the path of the module that is `depth` names deep.
+    /// Returns the first `depth` names of the path, which name a module.
     pub(crate) fn path_to(&self, depth: usize) -> String {
         self.names[..depth].join(".")
     }
 
-    /// Returns true if this is inside a reparameterization.
+    /// Returns true if the position is inside a reparameterization.
     pub(crate) fn is_nested(&self) -> bool {
         self.reparameterizations > 0
     }
@@ -52,15 +52,15 @@ impl Location {
     }
 }
 
-/// A visitor, which reads the tensors of a module.
+/// Reads the tensors of a module during a walk.
 pub(crate) trait Visitor {
-    /// Visits a tensor at `place`.
+    /// Visits the float tensor at `place`.
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>);
 
-    /// Visits a tensor of integers at `place`.
+    /// Visits the integer tensor at `place`.
     fn int<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Int>>) {}
 
-    /// Visits a tensor of booleans at `place`.
+    /// Visits the boolean tensor at `place`.
     fn bool<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Bool>>) {}
 
     /// Enters the part `name` at `place`, whose kind Burn names `container`.
@@ -70,16 +70,16 @@ pub(crate) trait Visitor {
     fn exit(&mut self, _place: &Location) {}
 }
 
-/// A mapper, which replaces the tensors of a module.
+/// Replaces the tensors of a module during a walk.
 pub(crate) trait Mapper {
-    /// Returns the tensor to put at `place`.
+    /// Returns the new float tensor for `place`.
     fn float<const D: usize>(
         &mut self,
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>>;
 
-    /// Returns the integer tensor for `place`.
+    /// Returns the new integer tensor for `place`.
     fn int<const D: usize>(
         &mut self,
         _place: &Location,
@@ -88,7 +88,7 @@ pub(crate) trait Mapper {
         param
     }
 
-    /// Returns the tensor of booleans to put at `place`.
+    /// Returns the new boolean tensor for `place`.
     fn bool<const D: usize>(
         &mut self,
         _place: &Location,
@@ -97,7 +97,7 @@ pub(crate) trait Mapper {
         param
     }
 
-    /// Returns the flag to put at `place`.
+    /// Returns the new flag for `place`.
     fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {
         flag
     }

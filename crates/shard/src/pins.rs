@@ -12,7 +12,7 @@ use crate::report;
 pub struct Pinned {
     /// Path of the unit.
     pub unit: String,
-    /// Bytes still alive when backward began.
+    /// Bytes of the full weights that were still alive when backward began.
     pub bytes: usize,
     /// Size of the unit's full parameters in bytes.
     pub of: usize,
@@ -33,23 +33,21 @@ impl fmt::Display for Pinned {
 /// A buffer of full weights, identified by its lifetime.
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
-    /// Size of the buffer in bytes.
     bytes: usize,
-    /// A weak reference to the buffer's lifetime, which does not prolong it.
     life: Weak<()>,
 }
 
-/// A monitor of the buffers of dropped full weights, up to the start of backward.
+/// Tracks the buffers of dropped full weights, up to the start of backward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Watch {
-    /// The name of each unit, the bytes of its full parameters, and the buffers.
+    /// For each gathered unit, its name, the bytes of its full parameters, and their buffers.
     marks: Vec<(String, usize, Vec<Mark>)>,
     /// The units whose buffers were found still alive.
     pub(crate) pinned: Vec<Pinned>,
 }
 
 impl Watch {
-    /// Begins a new forward.
+    /// Forgets the buffers of the previous forward.
     pub(crate) fn begin(&mut self) {
         self.marks.clear();
     }
@@ -59,7 +57,7 @@ impl Watch {
         self.marks.push((unit, bytes, marks));
     }
 
-    /// Finds the units whose full weights are still alive after forward, although they should have been dropped.
+    /// Warns about units whose full weights are still alive after forward, although they should have been dropped.
     pub(crate) fn check_pins(&mut self) {
         for (unit, of, marks) in std::mem::take(&mut self.marks) {
             let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);

@@ -22,11 +22,11 @@ use crate::reduction_hook::{ReductionHook, UnitReduction};
 #[must_use]
 pub struct ShardPolicy {
     pub(crate) patterns: Vec<Pattern>,
-    /// The modules of each joint unit.
+    /// The patterns of each joint unit.
     pub(crate) joint_units: Vec<Vec<Pattern>>,
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
-    /// Overrides `cut`; the last match wins.
+    /// Rules that override `cut`; the last match wins.
     pub(crate) cuts: Vec<(Pattern, Cut)>,
     pub(crate) whole_below: usize,
     pub(crate) shard_vectors: bool,
@@ -73,13 +73,13 @@ impl DivideFactors {
     }
 }
 
-/// The communicator that reductions go through.
+/// Selects the communicator for reductions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// The gathers' communicator: one queue for both.
+    /// The communicator of the gathers, with one queue for both.
     #[default]
     Shared,
-    /// A separate communicator, so an engine with a queue per communicator can overlap the two.
+    /// A separate communicator, so an engine with a queue for each communicator can overlap reductions and gathers.
     Own,
 }
 
@@ -119,17 +119,17 @@ impl ShardPolicy {
         }
     }
 
-    /// Makes every module whose path matches one of `patterns` a separate unit; the root takes the rest. In a pattern,
-    /// `*` matches any characters within one path segment, and `**` any number of segments: `"blocks.*"`, `"conv*"`,
-    /// `"**.norm"`. If two patterns match on one path, the inner module wins.
+    /// Makes every module whose path matches one of `patterns` a separate unit; the remaining parameters belong to the
+    /// root. In a pattern, `*` matches any characters within one path segment, and `**` any number of segments:
+    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
     /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
-    /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns are like those in
-    /// [`units`](Self::units), and again an inner module wins. The unit's name is its patterns, joined with `+`.
+    /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns work as in [`units`](Self::units),
+    /// and the inner module wins here also. The unit's name is its patterns, joined with `+`.
     ///
     /// The parameters of a unit are gathered and held together, so join modules that are used one after the other.
     ///
@@ -145,13 +145,13 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets what is sharded, and how long full parameters are kept.
+    /// Sets what is sharded, and how long full parameters are kept. Default: [`Strategy::FullShard`].
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
         self
     }
 
-    /// Sets where parameters may be cut.
+    /// Sets where parameters may be cut into shards. Default: [`Cut::Elements`].
     pub fn cut(mut self, cut: Cut) -> Self {
         self.cut = cut;
         self
@@ -171,7 +171,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Keeps parameters of fewer than `elements` elements whole on every rank, like one-dimensional parameters by
+    /// Keeps parameters with fewer than `elements` elements whole on every rank, like one-dimensional parameters by
     /// [default](Self::shard_vectors). Their gradients share one all-reduce per step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
@@ -261,7 +261,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the communicator that reductions go through.
+    /// Sets the communicator for reductions. Default: [`ReduceGroup::Shared`].
     pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
         self.reduce_group = group;
         self
@@ -360,7 +360,7 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets a function that reduces the gradients of a unit instead of the engine, for example with compression. It
+    /// Sets a function that reduces the gradients of a unit in place of the engine, for example with compression. It
     /// receives the full gradients. For each it returns the elements that this rank holds
     /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`],
     /// divided by [`UnitReduction::divisor`]. [`UnitReduction`] provides the collectives for this. An

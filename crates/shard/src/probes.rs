@@ -1,12 +1,12 @@
 //! The trial that determines, at an optimizer's first step, whether the optimizer may work on shards.
 //!
-//! Burn does not report optimizer steps: an optimizer is a map over the module like any other, with gradients that it
-//! finds by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the
-//! module's gradients, under separate ids. There is one matrix for each parameter that optimizers see in parts. A map
-//! that reaches such a parameter also visits its matrix and shards, under the parameter's path, so groups by path
-//! apply. A map without gradients for them changes nothing. A map that changes a value without a gradient is not an
-//! optimizer. An optimizer computes with whole tensors if the shards get different bits from the same elements of the
-//! whole matrix. Groups by ids are not tried, because probes have separate ids.
+//! Burn does not report optimizer steps: an optimizer is a map over the module like any other, and looks up gradients
+//! by id. So [`backward`](crate::backward) adds gradients for small matrices, whole and in two shards, to the module's
+//! gradients, under separate ids. There is one matrix for each parameter that optimizers see in parts. A map that
+//! reaches such a parameter also visits its matrix and shards, under the parameter's path, so groups by path apply. A
+//! map without gradients for them changes nothing. A map that changes a value without a gradient is not an optimizer.
+//! An optimizer computes with whole tensors if the shards get different bits from the same elements of the whole
+//! matrix. Groups by ids are not tried, because probes have separate ids.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -23,14 +23,13 @@ use crate::report;
 use crate::shown::Shown;
 use crate::thrown::throw;
 
-/// Number of rows and of columns of the probe matrix. Half of it is a whole number of vectors on any processor, so
-/// equal arithmetic gives equal bits.
+/// Number of rows and of columns of the probe matrix. Half of the matrix fills whole vector registers on any processor,
+/// so equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
-/// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
-/// Returns element `i` of the matrix or of its gradient in a step: either sign, never zero, with rows and columns of
-/// different magnitudes.
+/// Returns element `i` of the matrix or of its gradient in a step. Elements have either sign and are never zero, and
+/// rows and columns have different magnitudes.
 pub(crate) fn element(i: usize, step: usize) -> f32 {
     let (row, column) = (i / SIDE, i % SIDE);
     let sign = if (i * 7 + step * 3) % 5 < 2 {
@@ -41,7 +40,7 @@ pub(crate) fn element(i: usize, step: usize) -> f32 {
     sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
-/// Returns a tensor of these elements, in row-major order.
+/// Returns a tensor whose elements are `element(0)`, `element(1)` and so on, in row-major order.
 pub(crate) fn tensor_of<const D: usize>(
     shape: [usize; D],
     element: impl Fn(usize) -> f32,
@@ -55,8 +54,8 @@ pub(crate) fn tensor_of<const D: usize>(
 
 /// The first id of the probes.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
-/// Number of bits of a place: few enough that a random id is almost never a probe's, and enough that two parameters of
-/// a model almost never share a place.
+/// Number of bits that determine a parameter's probe ids: few enough that a random id is almost never a probe's, and
+/// enough that two parameters of a model almost never share probe ids.
 const PLACE_BITS: u32 = 28;
 /// Number of ids for the probes of one parameter: half for cut parameters, half for flattened ones.
 const STRIDE: u64 = 16;
@@ -80,21 +79,20 @@ pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
     scale * SIZES[i % SIZES.len()] * element(i, step)
 }
 
-/// Returns true if `id` belongs to a probe of an optimizer's trial, not to a parameter. An optimizer's first step
-/// leaves states with such ids in its records, which have no further use.
+/// Returns true if `id` belongs to a probe of an optimizer's trial, not to a parameter. After an optimizer's first
+/// step, its records contain states with such ids, which can be dropped.
 pub fn is_probe(id: ParamId) -> bool {
     (RESERVED..RESERVED + (STRIDE << PLACE_BITS)).contains(&id.val())
 }
 
-/// Returns the place of a parameter's probes. It is the same in every process, so a record's probe states belong to the
-/// same parameter.
+/// Returns the number that determines a parameter's probe ids. It is the same in every process, so a record's probe
+/// states belong to the same parameter.
 fn place_of(id: ParamId) -> u64 {
     // Fibonacci hashing, because sequential ids have equal high bits.
     id.val().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - PLACE_BITS)
 }
 
-/// The trial of the optimizer of a root's parameters, separately for each parameter because groups may have different
-/// optimizers.
+/// The trials of a root's optimizer, one for each parameter because groups may have different optimizers.
 #[derive(Debug)]
 pub(crate) struct Trial {
     warned: Once,
@@ -103,32 +101,31 @@ pub(crate) struct Trial {
 
 #[derive(Debug, Default)]
 struct Parameters {
-    /// The probes that the last backward registered, by place.
+    /// The probes that the last backward registered, by the `place_of` their parameter.
     probes: HashMap<u64, Probes>,
     tried: HashSet<ParamId>,
 }
 
-/// A parameter on which an optimizer is tried.
+/// A parameter on which to try an optimizer.
 pub(crate) struct Subject {
     pub(crate) id: ParamId,
-    /// The device of its shard, with autodiff.
+    /// The device of the parameter's shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
     /// True if optimizers see only a part of the parameter.
     pub(crate) is_cut: bool,
 }
 
-/// The probes of a parameter.
 #[derive(Debug, Clone)]
 struct Probes {
-    /// The parameter that they accompany.
+    /// The parameter with which these probes are passed to mappers.
     shown_with: ParamId,
     device: Device,
     dtype: DType,
     num_shards: usize,
 }
 
-/// A probe, by its number among a root's probes.
+/// A probe, by its number among the probes of one parameter.
 #[derive(Debug, Clone, Copy)]
 enum Probe {
     Whole = 0,
@@ -138,12 +135,12 @@ enum Probe {
     Control = 7,
 }
 
-/// The effect of a map on probes.
+/// The result of passing probes to a map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// No change: the map has no gradients for them, or a learning rate of 0.
+    /// Nothing changed: the map has no gradients for the probes, or a learning rate of 0.
     Unmoved,
-    /// A change to everything that the map visits.
+    /// The control changed: the map changes values without gradients.
     NoOptimizer,
     Elementwise,
     WholeTensors,
@@ -159,8 +156,8 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Registers gradients for the probes of those `subjects` (the trained parameters that optimizers see in parts) on
-    /// which no optimizer was tried yet.
+    /// Registers gradients for the probes of those `subjects` whose optimizer has not been tried yet. `subjects` are
+    /// the trained parameters that optimizers see in parts.
     pub(crate) fn register(
         &self,
         subjects: impl Iterator<Item = Subject>,
@@ -169,7 +166,7 @@ impl Trial {
         let mut parameters = self.parameters.lock();
         parameters.probes.clear();
         for subject in subjects {
-            // If two share a place, the second is tried after the first.
+            // If two parameters share a place, the second is tried after the first.
             let place = place_of(subject.id);
             if parameters.tried.contains(&subject.id) || parameters.probes.contains_key(&place) {
                 continue;
@@ -180,7 +177,7 @@ impl Trial {
         }
     }
 
-    /// Notes that the optimizer of the parameter `id` passed its trial.
+    /// Records that the optimizer of the parameter `id` passed its trial.
     pub(crate) fn pass(&self, id: ParamId) {
         let mut parameters = self.parameters.lock();
         parameters.tried.insert(id);
@@ -234,9 +231,9 @@ impl Trial {
         }
     }
 
-    /// Maps over a parameter at `path`. If `before`, the parameter's previous value, is given, nothing is known about
-    /// the mapper. In that case, warns once if the value changes, because the mapper may be an optimizer that computes
-    /// with whole tensors. Fails if the mapper panics.
+    /// Maps over a parameter at `path`. `before` is the parameter's value if nothing is known about the mapper. In that
+    /// case, warns once if the value changes, because the mapper may be an optimizer that computes with whole tensors,
+    /// and throws an error if the mapper panics.
     pub(crate) fn watched(
         &self,
         before: Option<Tensor<1>>,
@@ -285,7 +282,7 @@ impl Probes {
         }
     }
 
-    /// Returns probes without gradients.
+    /// Returns probes for a map without registered gradients.
     fn lone(param: &Param<Tensor<1>>) -> Self {
         let value = param.base();
         Self {
@@ -309,7 +306,7 @@ impl Probes {
     }
 
     fn id(&self, probe: Probe, shard: usize) -> ParamId {
-        // The states of the two kinds must not be confused in records.
+        // Records must not confuse the states of the two kinds.
         let kind = if self.num_shards == 1 { STRIDE / 2 } else { 0 };
         let number = (probe as usize + shard) as u64;
         ParamId::from(RESERVED + place_of(self.shown_with) * STRIDE + kind + number)
@@ -327,15 +324,15 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// Passes the probes to `mapper` and returns the verdict. All of them are passed even if the matrix does not
-    /// change, so their states advance together.
+    /// Passes the probes to `mapper` and returns the verdict. All probes are passed even if the matrix does not change,
+    /// so their states advance together.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);
         if control.as_ref() != Some(&before) {
             return Verdict::NoOptimizer;
         }
-        // An optimizer that does not accept a matrix at all does not compute with whole ones.
+        // An optimizer that accepts no matrix at all does not compute with whole ones.
         let (before, Some(whole)) = self.mapped(Probe::Whole, 0, matrix, mapper) else {
             return Verdict::Elementwise;
         };

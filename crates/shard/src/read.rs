@@ -1,4 +1,4 @@
-//! The sharded parameter that this thread read last, which adds a name to Burn's errors about types.
+//! The sharded parameter that this thread read last, named in reports of Burn's type errors.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -8,7 +8,7 @@ use burn::tensor::DType;
 
 use crate::error::Error;
 
-/// A unit whose parameters have names.
+/// A unit that can name its parameters.
 pub(crate) trait Named {
     /// Returns the path of the parameter in `slot`, and the type in which it computes.
     fn named(&self, slot: usize) -> (String, DType);
@@ -23,12 +23,12 @@ pub(crate) fn note<N: Named + 'static>(unit: &Arc<N>, slot: usize) {
     LAST.set(Some((Arc::downgrade(unit) as Weak<dyn Named>, slot)));
 }
 
-/// Forgets the parameter, because failures after a backward are not the model's.
+/// Forgets the parameter, because failures after a backward do not come from the model's reads.
 pub(crate) fn forget() {
     LAST.set(None);
 }
 
-/// Returns the error for an operation on two types, if that is what Burn's panic reports.
+/// Returns the error that names the parameter, if Burn's panic reports an operation on two types.
 pub(crate) fn two_types(panic: &(dyn Any + Send)) -> Option<Error> {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied())?;

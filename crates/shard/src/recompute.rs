@@ -1,9 +1,9 @@
 //! Activation checkpointing: a part of the model whose activations are recomputed in backward.
 //!
 //! Forward runs the region without a graph and keeps only its input. Backward runs it again with a separate graph,
-//! differentiates that, and passes the gradients on. Sharded units take part in both: they are gathered once for the
-//! forward, and once for the recomputation *and* its backward together. The order of operations is as in the README,
-//! with a unit's second gather at the start of its recomputation.
+//! backpropagates through that graph, and passes the gradients on. Sharded units take part in both: they are gathered
+//! once for the forward, and once for the recomputation *and* its backward together. The order of operations is as in
+//! the README, with a unit's second gather at the start of its recomputation.
 //!
 //! The inner graph shares no leaf with the outer one: Burn locks a graph during its backward, and a shared leaf would
 //! join the two graphs.
@@ -27,14 +27,14 @@ use crate::region::{self, RegionState, within};
 use crate::thrown::throw;
 use crate::wrap::own_states;
 
-/// Returns a copy of `module` with its plain parameters replaced by `mapper`.
+/// Returns a copy of `module` whose unsharded parameters `mapper` has replaced.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw different numbers in the copy.
     module.visit(&mut Initialize);
     ambient::within(Purpose::Prepare, || copy(module).map(mapper))
 }
 
-/// Returns a copy of `module` that does not outlive its graph.
+/// Returns a copy of `module` for use in a graph only.
 fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
 }
@@ -50,15 +50,15 @@ fn copy<M: Module>(module: &M) -> M {
 /// updates running statistics, such as BatchNorm's. Outside of training, or inside another region, `forward` is simply
 /// called.
 ///
-/// Dropout draws the same numbers twice if each rank is a process. A region draws a seed from Burn's generator and
-/// seeds the generator with it, and again in backward, after which different numbers follow. Draws by other threads
-/// meanwhile would interfere. If ranks are threads, which share that one generator, dropout in a region is an error.
+/// Dropout draws the same numbers twice if each rank is a process. A region seeds Burn's generator with a seed drawn
+/// from it, and uses that seed again in backward; different numbers follow. Draws by other threads meanwhile would
+/// interfere. If ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// All ranks must call it in the same way.
 ///
 /// # Errors
 ///
-/// As in a forward and a backward, where errors unwind: see [`catch`](crate::catch).
+/// The errors of a forward and a backward, which unwind: see [`catch`](crate::catch).
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -92,7 +92,7 @@ where
     });
     let tokens = touched.into_iter().map(|touched| touched.token);
     let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
-        // A tensor to attach the region to if the input has no gradient.
+        // The region is attached to this tensor if the input has no gradient.
         Tensor::zeros([1], &device).require_grad()
     });
     let region = Checkpointed::<M, F, D, E> {
@@ -107,7 +107,7 @@ where
     op::recomputed(output, input, token, region)
 }
 
-/// Returns the module with separate running states, which the second forward may update without effect.
+/// Returns the module with separate running states, so updates by the second forward have no effect.
 fn with_own_states<M: Module>(module: M) -> M {
     let mut untrained = Untrained(false);
     inspect::visit(&module, &mut untrained);
@@ -118,7 +118,7 @@ fn with_own_states<M: Module>(module: M) -> M {
     }
 }
 
-/// A visitor that looks for an unsharded float tensor without gradients, which may be a running state.
+/// A visitor that finds out whether a module has an unsharded float tensor without gradients, such as a running state.
 struct Untrained(bool);
 
 impl path::Visitor for Untrained {
@@ -137,7 +137,7 @@ impl ModuleVisitor for Initialize {
     }
 }
 
-/// A mapper that takes plain parameters out of the graph. Sharded parameters handle this themselves.
+/// A mapper that takes unsharded parameters out of the graph. Sharded parameters handle this themselves.
 struct Detach;
 
 impl ModuleMapper for Detach {
@@ -149,7 +149,7 @@ impl ModuleMapper for Detach {
     }
 }
 
-/// A mapper that gives plain parameters separate leaves for the region.
+/// A mapper that gives unsharded parameters separate leaves for the region.
 struct OwnLeaves;
 
 impl ModuleMapper for OwnLeaves {
@@ -230,7 +230,7 @@ fn flattened<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> Hande
     }
 }
 
-/// The nodes of a module's own leaves, and the gradients of the region's leaves.
+/// The graph nodes of the module's own leaves, and the gradients of the region's leaves.
 struct Leaves {
     nodes: Vec<Option<NodeId>>,
     gradients: Gradients,
@@ -245,7 +245,7 @@ impl ModuleVisitor for Leaves {
     }
 }
 
-/// A visitor that takes the gradients of the region's leaves, in the same order.
+/// A visitor that collects the gradients of the region's leaves for the module's own leaves.
 struct Collect<'a>(&'a mut Leaves);
 
 impl ModuleVisitor for Collect<'_> {
@@ -259,7 +259,7 @@ impl ModuleVisitor for Collect<'_> {
     }
 }
 
-/// A few elements of a region's output, enough to notice that the second forward computed a different result.
+/// A sample of a region's output, enough to notice that the second forward computed a different result.
 struct Sample(Vec<f32>);
 
 impl Sample {

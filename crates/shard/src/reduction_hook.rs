@@ -19,18 +19,17 @@ use crate::transport;
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
-/// The function of a hook.
 type Reduce = dyn Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
 
 impl ReductionHook {
-    /// Returns a hook that calls `reduce`.
     pub(crate) fn new(
         reduce: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(reduce))
     }
 
-    /// Returns this rank's part of each mean, as flat tensors of the right lengths without autodiff.
+    /// Calls the hook, and returns this rank's part of each mean. Checks that the parts are flat, without autodiff, and
+    /// of the right lengths.
     pub(crate) fn call(&self, reduction: &UnitReduction) -> Result<Vec<Tensor<1>>, Error> {
         let parts = within(Purpose::Hook, || (self.0)(reduction))?;
         reduction.check(&parts, "returned", FullGradient::held_elements)?;
@@ -53,7 +52,6 @@ pub struct UnitReduction {
     pub(crate) group: ProcessGroup,
     pub(crate) pool: BufferPool,
     pub(crate) mean: Reduction,
-    /// The divisor of the sum over the group.
     pub(crate) divisor: f64,
     pub(crate) gradients: Vec<FullGradient>,
 }
@@ -66,7 +64,6 @@ pub struct FullGradient {
     pub(crate) tensor: Tensor<1>,
     /// The partition into shards; `None` if every rank holds all of the parameter.
     pub(crate) partition: Option<Partition>,
-    /// The elements that this rank holds.
     pub(crate) held: Range<usize>,
 }
 
@@ -93,7 +90,7 @@ impl FullGradient {
         self.held.clone()
     }
 
-    /// Returns this rank's part of a flat tensor of the parameter's length.
+    /// Returns the elements that this rank holds of `full`, a flat tensor with the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
             // Burn does not support empty slices.
@@ -129,7 +126,7 @@ impl UnitReduction {
         self.divisor
     }
 
-    /// Returns the gradients of the sharded parameters for which any rank has one, in module order.
+    /// Returns the gradients of the unit's sharded parameters, in module order, except those that no rank has.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }
@@ -194,7 +191,7 @@ impl UnitReduction {
         })
     }
 
-    /// Reduces tensors with one operation per type of sum, and returns the sums in the order of the tensors.
+    /// Reduces tensors with one collective for each type of sum, and returns the sums in the order of the tensors.
     fn by_kind(
         &self,
         tensors: impl Iterator<Item = (usize, Tensor<1>)>,
@@ -249,7 +246,7 @@ impl UnitReduction {
         })
     }
 
-    /// Checks that `tensors` are one for each gradient, with the right lengths; `what` describes them in errors.
+    /// Checks that there is one tensor for each gradient, of the right length; `what` describes the tensors in errors.
     fn check(
         &self,
         tensors: &[Tensor<1>],
@@ -287,14 +284,14 @@ impl UnitReduction {
     }
 }
 
-/// The types of a tensor and of its sum, and their device.
+/// The types of a tensor and its sum, and the tensor's device.
 #[derive(Clone)]
 struct Kind {
     /// The type in which the gradient is sent.
     wire: ElementType,
     /// The type of the sum.
     sum: ElementType,
-    /// Burn's type of the sum.
+    /// The type of the sum, as Burn's type.
     dtype: DType,
     device: Device,
 }

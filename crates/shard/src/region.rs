@@ -1,4 +1,4 @@
-//! The recomputed region that this thread is in, and which roots' units it uses.
+//! The recomputed region that this thread is in, and the roots whose units the region uses.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::ambient::{self, Purpose};
 
-/// The part of a region that a rank's thread is running, if any.
+/// The phase of a recomputed region that this thread is running, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum RegionState {
     /// No region, or an ordinary forward and backward.
@@ -19,17 +19,16 @@ pub(crate) enum RegionState {
     Again,
 }
 
-/// A holder of units that a region may use.
+/// A root whose units a region may use.
 pub(crate) trait Recomputed: Send + Sync {
     /// Ends the second forward of the region.
     fn end_recomputation(&self);
 }
 
-/// A root with a unit that a region has used.
+/// A root with a unit that the region has used.
 pub(crate) struct Touched {
-    /// The root.
     pub(crate) by: Arc<dyn Recomputed>,
-    /// The token of the pass around the region.
+    /// The token of the pass in which the region runs.
     pub(crate) token: Tensor<1>,
 }
 
@@ -37,7 +36,7 @@ thread_local! {
     static TOUCHED: RefCell<Vec<Touched>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the part of a region that this thread is running, if any.
+/// Returns the phase of the region that this thread is running, if any.
 pub(crate) fn state() -> RegionState {
     match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
         Some(Purpose::Region) => RegionState::Plain,
@@ -46,7 +45,7 @@ pub(crate) fn state() -> RegionState {
     }
 }
 
-/// Notes that a region has used a unit of `root`; `token` is the token of the pass around it.
+/// Notes that a region has used a unit of `root`. `token` is the token of the pass in which the region runs.
 pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     TOUCHED.with_borrow_mut(|touched| {
         let is_root =
@@ -60,7 +59,7 @@ pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     });
 }
 
-/// Runs `body` as part of a region; returns the roots whose units it used.
+/// Runs `body` as a phase of a region; returns the roots whose units it used.
 pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> (T, Vec<Touched>) {
     TOUCHED.take();
     let result = ambient::within(purpose, body);

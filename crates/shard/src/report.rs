@@ -1,4 +1,4 @@
-//! Warnings that are visible without any setup in the program.
+//! Warnings that are visible even if the program sets up no logging.
 
 /// Reports `message` through `tracing`, and on standard error if no subscriber was set.
 pub(crate) fn warn(message: impl std::fmt::Display) {

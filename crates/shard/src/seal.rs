@@ -24,7 +24,7 @@ pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     group.seal(transport::source(tensor.clone(), None).as_bytes())
 }
 
-/// Checks that a flat tensor without autodiff still equals the sealed one. `what` describes it in errors.
+/// Checks that a flat tensor without autodiff still has the sealed bytes. `what` describes it in errors.
 ///
 /// # Errors
 ///
@@ -52,7 +52,7 @@ pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
 }
 
-/// Flips a bit of a flat tensor without autodiff, if a fault is injected there.
+/// Flips a bit of a flat tensor without autodiff, if a test injects a fault at `at`.
 pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
@@ -63,7 +63,7 @@ pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>)
     }
 }
 
-/// A held value, with its seal.
+/// A value and its seal. Burn does not overwrite a value that is held here.
 pub(crate) struct Held {
     value: Tensor<1>,
     seal: Seal,
@@ -71,19 +71,18 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Seals a value and holds it.
     pub(crate) fn new(group: &ProcessGroup, value: Tensor<1>, what: Label) -> Option<Self> {
         let seal = seal(group, &value)?;
         Some(Self { value, seal, what })
     }
 
-    /// Checks that the value still equals the sealed one.
+    /// Checks that the value still has the sealed bytes.
     pub(crate) fn check(&self, group: &ProcessGroup) -> Result<(), Error> {
         let what = || self.what.as_str().to_owned();
         check(group, Some(&self.seal), &self.value, what)
     }
 
-    /// Flips a bit of the value, if a fault is injected there.
+    /// Flips a bit of the value, if a test injects a fault at `at`.
     pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
         flip_if_told(group, at, &mut self.value);
     }
@@ -92,7 +91,7 @@ impl Held {
 /// Reduced gradients that wait for the optimizer, by leaf, and the running states of the last backward.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    /// The number of the backward that computed them.
+    /// The number of the backward that computed the gradients.
     backward: u64,
     gradients: BTreeMap<u64, Vec<Held>>,
     pub(crate) running: Vec<Held>,
@@ -127,13 +126,13 @@ impl Waiting {
         held.try_for_each(|held| held.check(group))
     }
 
-    /// Checks the gradients of a leaf, which are about to be read or replaced, and releases them.
+    /// Checks and releases the gradients of a leaf, which are about to be read or replaced.
     pub(crate) fn release_of(&mut self, group: &ProcessGroup, leaf: NodeId) -> Result<(), Error> {
         let held = self.gradients.remove(&leaf.value).unwrap_or_default();
         held.iter().try_for_each(|held| held.check(group))
     }
 
-    /// Holds the new value of a leaf's gradient.
+    /// Replaces the held gradients of a leaf by its new value.
     pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
         self.gradients
             .insert(leaf.value, held.into_iter().collect());

@@ -5,8 +5,8 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter keeps its shape. If
-/// another rank owns the parameter, the part has the same number of dims, all empty.
+/// A rank's part of a parameter, as a parameter of its own. A shard is flat, and a whole parameter keeps its shape. If
+/// another rank owns the parameter, the part keeps its number of dims, but all are empty.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -48,7 +48,8 @@ macro_rules! map_any {
 pub(crate) use of_any;
 
 impl Shown {
-    /// Returns the elements of `flat` as a leaf of the shape `shape`, of 1 to [`MAX_DIMS`](crate::slot::MAX_DIMS) dims.
+    /// Creates a parameter with the elements of `flat`, as a leaf of the shape `shape` with 1 to
+    /// [`MAX_DIMS`](crate::slot::MAX_DIMS) dims.
     pub(crate) fn new(id: ParamId, flat: Tensor<1>, shape: &[usize], is_trainable: bool) -> Self {
         match shape.len() {
             1 => Self::One(leaf(id, flat, shape, is_trainable)),
@@ -61,7 +62,7 @@ impl Shown {
         }
     }
 
-    /// Returns the parameter with the elements of `flat`.
+    /// Returns the parameter with its elements replaced by `flat`.
     pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
         map_any!(self, param => param.map(|old| {
             let is_trainable = old.is_require_grad();
@@ -74,7 +75,6 @@ impl Shown {
         of_any!(self, param => param.id)
     }
 
-    /// Returns the parameter under another id.
     pub(crate) fn with_id(self, id: ParamId) -> Self {
         map_any!(self, param => {
             let mut param = param;
@@ -83,13 +83,12 @@ impl Shown {
         })
     }
 
-    /// Returns the parameter's shape.
     pub(crate) fn shape(&self) -> Vec<usize> {
         of_any!(self, param => param.shape().to_vec())
     }
 
-    /// Returns the default parent of the full parameter in a graph: the leaf itself if it is flat, otherwise a stand-in
-    /// on the same device.
+    /// Returns the default graph parent of the full parameter: the leaf itself if it is flat, otherwise a stand-in on
+    /// the same device.
     pub(crate) fn parent(&self) -> Tensor<1> {
         match self {
             Self::One(param) => param.base(),
@@ -97,7 +96,7 @@ impl Shown {
         }
     }
 
-    /// Returns the parameter with a mapper that calls `refuse` whenever it is recorded.
+    /// Returns the parameter with a save mapper that calls `refuse`, so recording it fails.
     pub(crate) fn guarded(self, refuse: impl Fn() + Clone + Send + Sync + 'static) -> Self {
         map_any!(self, param => param.save_mapper(move |tensor| {
             refuse();
@@ -105,7 +104,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the mapped parameter, in memory that its flat view can share.
+    /// Returns the parameter after `mapper`, with its elements in order, so a flat view needs no copy.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -133,7 +132,7 @@ impl Shown {
         map_any!(self, param => param.valid())
     }
 
-    /// Returns the parameter ready for training after `valid`, with the module's original autodiff strategy.
+    /// Returns the parameter, trainable again after `valid`, with the module's original autodiff strategy.
     pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
         map_any!(self, param => param.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -165,7 +164,8 @@ fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     device::tracked(reshaped(plain(flat), shape), &device)
 }
 
-/// Returns the elements of a plain tensor in another shape. Burn interprets a 0 in a shape as the existing dim.
+/// Returns the elements of a tensor without autodiff in another shape. Burn's own reshape interprets a 0 in a shape as
+/// the existing dim.
 fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     match shape.num_elements() {
         0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),
@@ -184,7 +184,6 @@ fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     })
 }
 
-/// Returns a tensor without autodiff.
 pub(crate) fn plain<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     match tensor.is_autodiff() {
         true => tensor.inner(),

@@ -1,5 +1,4 @@
-//! The properties of a parameter in its unit that are fixed for the life of the module, and a table with a value for
-//! each slot.
+//! The fixed properties of a parameter in its unit, and a table with one value per slot.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -15,8 +14,8 @@ use crate::packing::Packing;
 /// The part of a parameter that a rank holds between steps, and how its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
-    /// A shard, which is everything or nothing if the partition has a sole owner; full gradients are reduce-scattered
-    /// with the unit.
+    /// This rank's shard; all or none of the parameter if the partition has a sole owner. Full gradients are
+    /// reduce-scattered with the unit.
     Shard,
     /// The whole parameter; one all-reduce per step covers the gradients of all such parameters.
     Whole,
@@ -27,14 +26,11 @@ pub(crate) enum Holding {
 /// An element type, in Burn and in the transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
-    /// Burn's type.
     pub(crate) dtype: DType,
-    /// The transport's type.
     pub(crate) wire: ElementType,
 }
 
 impl Element {
-    /// Returns the size of an element in bytes.
     pub(crate) fn size(self) -> usize {
         self.wire.size()
     }
@@ -61,15 +57,13 @@ pub(crate) struct Slot {
     pub(crate) path: String,
     /// Shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
-    /// The types in which its elements are stored, computed and reduced.
+    /// The types in which the parameter's elements are stored, computed with, and reduced.
     pub(crate) elements: Elements,
     /// The partition of the flat elements; a single shard if every rank holds the whole.
     pub(crate) partition: Partition,
-    /// The part that this rank holds.
     pub(crate) holding: Holding,
     /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
-    /// The adapter of the parameter, if it has one.
     pub(crate) adapter: Option<Adapter>,
     /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
@@ -86,7 +80,7 @@ impl Slot {
         self.partition.num_elements() * self.elements.compute.size()
     }
 
-    /// Returns the parameter as a part of a collective over the shards, with elements of the type `element`.
+    /// Returns the parameter as part of a collective on shards, with elements of the type `element`.
     pub(crate) fn part(&self, source: Source, element: Element) -> Part {
         Part {
             source,
@@ -95,7 +89,7 @@ impl Slot {
         }
     }
 
-    /// Returns the parameter as a part of a collective over whole tensors.
+    /// Returns the parameter as part of a collective on whole tensors.
     pub(crate) fn full_part(&self, source: Source, element: Element) -> FullPart {
         FullPart {
             source,
@@ -120,12 +114,12 @@ impl Slot {
         }
     }
 
-    /// Returns true if optimizers see only a flat shard of it.
+    /// Returns true if optimizers see only a flat shard of the parameter.
     pub(crate) fn is_cut(&self) -> bool {
         self.is_gathered() && self.partition.sole_owner().is_none()
     }
 
-    /// Returns true if optimizers see the parameter flat, as a shard or as a whole.
+    /// Returns true if optimizers see the parameter flat, whether sharded or whole.
     pub(crate) fn is_flattened(&self) -> bool {
         self.is_cut() || self.shape.len() > MAX_DIMS
     }
@@ -153,19 +147,18 @@ impl Slot {
         }
     }
 
-    /// Returns the shape as an array.
     pub(crate) fn dims<const D: usize>(&self) -> [usize; D] {
         let mut dims = [0; D];
         dims.copy_from_slice(&self.shape);
         dims
     }
 
-    /// Returns the bytes that rank `rank` of the group holds between steps.
+    /// Returns the number of bytes that rank `rank` of the group holds between steps.
     pub(crate) fn held_bytes(&self, rank: usize) -> usize {
         self.held_elements(rank) * self.elements.stored.size()
     }
 
-    /// Returns true if its elements must be gathered from other ranks before use.
+    /// Returns true if the parameter's elements must be gathered from other ranks before use.
     pub(crate) fn is_gathered(&self) -> bool {
         self.holding == Holding::Shard
     }
@@ -176,7 +169,6 @@ impl Slot {
 pub(crate) struct Slots<T>(Vec<Option<T>>);
 
 impl<T> Slots<T> {
-    /// Returns `len` empty slots.
     pub(crate) fn empty(len: usize) -> Self {
         (0..len).map(|_| None).collect()
     }

@@ -15,31 +15,27 @@ use crate::slot::{Slot, Slots};
 pub(crate) struct Groups {
     /// The ranks that hold the shards.
     pub(crate) shard: ProcessGroup,
-    /// The same ranks, for reductions.
+    /// The group for reductions, with the same ranks.
     pub(crate) reduce: ProcessGroup,
     /// The ranks that hold the same shards, with hybrid sharding.
     pub(crate) replicas: Option<ProcessGroup>,
-    /// The neighbours that share the full parameters between forward and backward, if they are fewer than the
-    /// ranks that hold the shards.
+    /// The neighbours that share the full parameters between forward and backward; `None` if these are all ranks that
+    /// hold the shards, or only this rank.
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
-/// The options for a unit's gradients.
 #[derive(Clone, Default)]
 pub(crate) struct GradientOptions {
     pub(crate) hook: Option<GradientHook>,
     pub(crate) reduction: Option<ReductionHook>,
 }
 
-/// The description of a unit.
 pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
-    /// The groups that its operations go through.
     pub(crate) groups: Groups,
     /// The devices of its shards and of its full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
-    /// The options for its gradients.
     pub(crate) gradients: GradientOptions,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
@@ -48,7 +44,6 @@ pub(crate) struct UnitSpec {
 }
 
 impl UnitSpec {
-    /// Returns a table with no value for any slot.
     pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
         Slots::empty(self.slots.len())
     }
@@ -59,12 +54,12 @@ impl UnitSpec {
         gathered.map(Slot::unsharded_bytes).sum()
     }
 
-    /// Returns true if using it requires a gather.
+    /// Returns true if a use of the unit requires a gather.
     pub(crate) fn is_gathered(&self) -> bool {
         self.slots.iter().any(Slot::is_gathered)
     }
 
-    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff of `device`.
+    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff setting of `device`.
     pub(crate) fn home(&self, device: &Device) -> Device {
         match &self.offload {
             Some(offload) => device::alike(&offload.host, device),
@@ -78,7 +73,7 @@ impl UnitSpec {
     }
 }
 
-/// Returns the mean over `ranks`, or the reduction with `factors`.
+/// Returns the reduction that computes the mean over `ranks` ranks, or applies `factors`.
 pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
     match factors {
         Some(DivideFactors { pre, post }) => Reduction::sum()

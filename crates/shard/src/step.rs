@@ -50,15 +50,15 @@ pub fn backward<M: Module, const D: usize>(
         })
         .and_then(|result| result)
     }));
-    // This also covers a panic in user code, such as a hook: the current pass holds a graph whose nodes hold the root,
-    // so the module would never be freed.
+    // This also covers a panic in user code, such as a hook. Otherwise the current pass would hold a graph whose nodes
+    // hold the root, and the module would never be freed.
     if !matches!(result, Ok(Ok(_))) {
         roots.iter().for_each(|root| root.reset());
     }
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Returns the gradients of `loss`, including those of parameters that only other ranks used.
+/// Returns the gradients of `loss`, and of parameters that only other ranks used.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -96,8 +96,8 @@ fn reduced_gradients<M: Module, const D: usize>(
     Ok(gradients)
 }
 
-/// Registers the probes for the trial of an optimizer at its first step, for each root. A parameter may have become
-/// trainable since the last step.
+/// Registers the probes that try an optimizer at its first step, for each root. Called in each step, because a
+/// parameter may have become trainable since the last one.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     let members = inspect::members(module);
     for root in roots {
@@ -116,7 +116,8 @@ fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut G
     }
 }
 
-/// Runs Burn's backward, which panics if a graph is gone, for example if two forwards shared nodes.
+/// Runs Burn's backward. Returns [`Error::Consumed`] if the graph is gone, for example because two forwards shared
+/// nodes.
 fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -146,7 +147,7 @@ impl ModuleVisitor for PutBack<'_> {
             return;
         }
         let node = crate::op::node_of(value.clone());
-        // There is one for each use of the unit.
+        // Each use of the unit has a reduced gradient.
         let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
         let gradients = uses.map(|reduced| reduced.gradient.clone());
         if let Some(sum) = gradients.reduce(|sum, next| sum + next) {
@@ -159,9 +160,9 @@ impl ModuleVisitor for PutBack<'_> {
     }
 }
 
-/// Drops all full parameters and all pending work, as after an error.
+/// Drops all full parameters and all pending work of `module`, as after an error.
 ///
-/// For programs that catch their own panic inside forward or backward. Not collective, but all ranks must call it;
+/// For programs that catch their own panic inside forward or backward. Not collective, but all ranks must call this;
 /// otherwise the next operation reports a mismatch.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! A walk over a module before it is sharded: its float parameters, and its other float tensors.
+//! Finds the float parameters and the other float tensors of a module before it is sharded.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,25 +12,23 @@ use crate::layer::{self, Layer};
 use crate::parameter::member::visit;
 use crate::path::{self, CONTAINER, Location, NAME};
 
-/// A parameter that the walk found at one path.
+/// A float parameter that the walk found.
 #[derive(Debug, Clone)]
 pub(crate) struct Found {
     pub(crate) path: String,
     pub(crate) id: ParamId,
-    /// Shape of the value.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
     /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be created.
+    /// For a factor of an adapter that is about to be created: the path of the parameter that it adapts.
     pub(crate) factor_of: Option<String>,
-    /// The layer around it, if the layer computes in only one type.
+    /// The layer around the parameter, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
 }
 
 impl Found {
-    /// Returns the number of its elements.
     pub(crate) fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -49,7 +47,7 @@ pub(crate) struct Survey {
     pub(crate) buffers: Vec<String>,
     /// Ids of running states, in the same order. A clone has the same ids as its original.
     pub(crate) buffer_ids: Vec<ParamId>,
-    /// Path and name of parameters that have another reparameterization.
+    /// Path of each parameter that has another reparameterization, and that reparameterization's name.
     pub(crate) foreign: Vec<(String, String)>,
 }
 
@@ -64,15 +62,14 @@ enum Kind {
     Foreign(String),
 }
 
-/// Surveys `module` without initializing any lazy parameter.
+/// Finds the float tensors of `module`, without initializing any lazy parameter.
 ///
 /// Burn shows mappers buffers and parameters in the same way, but only a parameter keeps a mapper's attachment. So a
 /// marker attached to a clone distinguishes them.
 ///
 /// # Errors
 ///
-/// [`Error::Backend`], before anything is computed there; [`Error::Unreached`];
-/// [`Error::SamePath`].
+/// [`Error::Backend`], before anything is computed on that backend; [`Error::Unreached`]; [`Error::SamePath`].
 pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let mut kinds = Kinds::default();
     let mut reached = HashSet::new();
@@ -110,29 +107,28 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     Ok(survey)
 }
 
-/// The properties that a parameter declares without being initialized.
+/// The properties of a parameter that are known without initializing it.
 pub(crate) struct Declared<const D: usize> {
-    /// Shape of its value.
+    /// Shape of the value.
     pub(crate) shape: [usize; D],
     /// Shape of the recorded value: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],
     /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// The functions that the parameter applies on load and save.
     pub(crate) mapper: ParamMapper<Tensor<D>>,
 }
 
 impl<const D: usize> Declared<D> {
-    /// Reads the properties through Burn's own loading, which needs no value: for a lazy parameter the declared shape
-    /// is the recorded one.
+    /// Reads the properties through Burn's own loading, which needs no value. The declared shape of a lazy parameter is
+    /// the recorded one.
     pub(crate) fn of(param: &Param<Tensor<D>>) -> Self {
         let device = param.lazy_device();
         let declared = param.lazy_shape().dims();
         let probe = param.clone();
         let probe = probe.transform_for_load(stand_in(declared, &device), param.id);
         // If there is a value, its properties count. Burn's `Param::map` may leave a value without gradients in a
-        // parameter that is configured to have them, and Burn does not train it. A plain device does not record whether
-        // a value has gradients, so everything there counts as trainable.
+        // parameter that is configured to have them, and Burn does not train it. On a plain device Burn does not record
+        // whether a value has gradients, so every parameter there counts as trainable.
         let has_gradients = !param.is_initialized() || param.is_require_grad();
         let is_trainable = probe.is_require_grad() && has_gradients || !device.is_autodiff();
         let loaded = probe.dims();
@@ -152,8 +148,8 @@ impl<const D: usize> Declared<D> {
     }
 }
 
-/// Returns a tensor of the full shape with the memory of one element. The element is NaN, so an accidental computation
-/// with it is noticed.
+/// Returns a tensor of the full shape with the memory of one element. The element is NaN, so accidental computations
+/// with it are noticed.
 pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     if shape.contains(&0) {
         return Tensor::zeros(shape, device).set_require_grad(false);
@@ -177,7 +173,7 @@ impl Reparameterization for Marker {
 }
 
 struct Attach<'a> {
-    /// Paths of the parameters that the module exposes.
+    /// Paths of the parameters that the module's `map` reaches.
     reached: &'a mut HashSet<String>,
 }
 
@@ -198,7 +194,7 @@ impl Reparameterizer for Attach<'_> {
 #[derive(Default)]
 struct Kinds {
     found: Vec<(String, Kind)>,
-    /// Path, shape and device of each.
+    /// Path, shape and device of each tensor.
     places: Vec<(String, Vec<usize>, Device)>,
 }
 
@@ -226,7 +222,7 @@ impl path::Visitor for Kinds {
     }
 }
 
-/// A visitor that collects the details of each kind.
+/// A visitor that collects the details of each tensor, given its kind.
 struct Details {
     kinds: HashMap<String, Kind>,
     /// Burn's names for the kinds of the enclosing modules.

@@ -27,14 +27,14 @@ fn is_rank() -> bool {
     thread.name().is_some_and(|name| name.starts_with("rank "))
 }
 
-/// Runs `body` and turns an error raised inside Burn's forward or backward into a value. This includes Burn's panic on
-/// an operation with tensors of two types: [`Error::TwoTypes`] names the layer.
+/// Runs `body`, and returns errors raised inside Burn's forward or backward as values. This includes Burn's panic on an
+/// operation with tensors of two types: [`Error::TwoTypes`] names the layer.
 ///
 /// Other panics continue to unwind.
 ///
 /// # Errors
 ///
-/// The [`Error`] that the body raised.
+/// The [`Error`] raised inside `body`.
 pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
     let body = || within(Purpose::Catch, body);
     catch_unwind(AssertUnwindSafe(body)).or_else(|payload| match payload.downcast::<Unwound>() {

@@ -12,29 +12,29 @@ use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
-/// The initial depth of a unit's gathers beyond the previous use: more than the depth of a transformer block.
+/// The first stride: the number of graph levels between two uses of units. It exceeds the depth of a transformer block.
 const FIRST_STRIDE: usize = 64;
-/// The longest stride.
+/// The longest stride to try.
 const LONGEST_STRIDE: usize = 1 << 12;
-/// The mark for the first stride after longer strides did not help.
+/// Marks a unit for which longer strides did not help. It uses the first stride.
 const HOPELESS: usize = 0;
 
-/// The reason for keeping full weights from forward to backward, if any.
+/// Whether full weights are kept from forward to backward, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// No reason: they are freed after forward and gathered again.
+    /// They are freed after forward and gathered again.
     No,
-    /// The unit is the root's. Its weights are no longer kept once it is below another root.
+    /// They are kept because the unit is a root's, until its module is below another root.
     AsRoot,
-    /// The strategy, or a user's switch.
+    /// They are kept because of the strategy or a user's switch.
     Always,
 }
 
-/// The properties that may be switched between steps, identically on all ranks.
+/// The properties that may be switched between steps, in the same way on all ranks.
 pub(crate) struct Switches {
     /// True if gradients are reduced after backward; otherwise they stay on this rank.
     pub(crate) sync: AtomicBool,
-    /// True if reduced gradients are also reduced across replicas; otherwise they wait.
+    /// True if reduced gradients are also reduced across replicas; otherwise they wait in the shards.
     pub(crate) all_reduce: AtomicBool,
     /// True if full parameters are freed when backward no longer needs them.
     pub(crate) reshard_after_backward: AtomicBool,
@@ -42,18 +42,17 @@ pub(crate) struct Switches {
     pub(crate) factors: Mutex<Option<DivideFactors>>,
 }
 
-/// A unit of a sharded module on one rank: its fixed and its mutable properties.
+/// A unit of a sharded module on one rank: its fixed properties and its mutable state.
 pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
     keep: Mutex<Keep>,
-    /// The properties that may be changed between steps.
     pub(crate) switches: Switches,
-    /// Position in the root's list.
+    /// Position of the unit in its root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// For each slot that is the first of a module, true if the module's optimizer has been tried.
+    /// By slot: for a module's first slot, whether the module's optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
@@ -64,7 +63,7 @@ impl Named for Unit {
     }
 }
 
-/// Dereferences to the fixed properties of the unit.
+/// Gives access to the fixed properties of the unit.
 impl Deref for Unit {
     type Target = UnitSpec;
 
@@ -107,7 +106,7 @@ impl Unit {
         }
     }
 
-    /// Returns the path of its module, for messages and labels.
+    /// Returns the unit's name, or `root`, for messages and labels.
     pub(crate) fn label(&self) -> String {
         let name = self.name.lock();
         match name.is_empty() {
@@ -116,17 +115,15 @@ impl Unit {
         }
     }
 
-    /// Returns true if reduced gradients may be delivered, across replicas if there are any.
+    /// Returns true if reduced gradients may be delivered: there are no replicas, or gradients are reduced across them.
     pub(crate) fn crosses(&self) -> bool {
         self.groups.replicas.is_none() || self.switches.all_reduce.load(Ordering::Relaxed)
     }
 
-    /// Returns true if full weights are kept from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No
     }
 
-    /// Sets whether full weights are kept from forward to backward.
     pub(crate) fn set_keeps(&self, keeps: bool) {
         *self.keep.lock() = match keeps {
             true => Keep::Always,
@@ -134,12 +131,10 @@ impl Unit {
         };
     }
 
-    /// Returns true if gradients are reduced after backward.
     pub(crate) fn syncs(&self) -> bool {
         self.switches.sync.load(Ordering::Relaxed)
     }
 
-    /// Returns the divisors of its gradients, if they replace the number of ranks.
     pub(crate) fn factors(&self) -> Option<DivideFactors> {
         *self.switches.factors.lock()
     }
@@ -150,7 +145,7 @@ impl Unit {
         averaging(self.groups.shard.size() * replicas, self.factors())
     }
 
-    /// Moves the unit, which belonged to a separate module, below a root at `prefix`.
+    /// Moves the unit, whose module is now at `prefix` in a larger one, below that module's root.
     pub(crate) fn demote(&self, prefix: &str) {
         let mut name = self.name.lock();
         *name = match name.is_empty() {
@@ -163,17 +158,15 @@ impl Unit {
         }
     }
 
-    /// Sets the unit's position in the root's list.
     pub(crate) fn set_position(&self, position: usize) {
         self.index.store(position, Ordering::Relaxed);
     }
 
-    /// Returns the position in the root's list.
     pub(crate) fn position(&self) -> usize {
         self.index.load(Ordering::Relaxed)
     }
 
-    /// Returns the depth of its gathers beyond the previous use, a multiple of the first stride.
+    /// Returns the number of graph levels between the previous use and this unit's, a multiple of the first stride.
     pub(crate) fn stride(&self) -> usize {
         match self.stride.load(Ordering::Relaxed) {
             HOPELESS => FIRST_STRIDE,
@@ -198,7 +191,7 @@ impl Unit {
         adapter.map(|adapter| adapter.scale)
     }
 
-    /// Returns true if the weight of `slot`, including its adapter's part, needs elements of other ranks.
+    /// Returns true if the weight of `slot`, including its adapter's part, needs elements from other ranks.
     pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
         let adapter = self.slots[slot].adapter.as_ref();
         let factors = adapter.map(|adapter| [adapter.a, adapter.b]);
@@ -211,7 +204,6 @@ impl Unit {
         self.tried[slot].load(Ordering::Relaxed)
     }
 
-    /// Notes that the optimizer of the module whose first slot is `slot` has been tried.
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! Parameters next to sharded ones that would be trained with each rank's own gradient.
+//! Detects parameters outside of all units that each rank would train with its own gradient.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::root::Root;
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] with the first one, if several ranks train together.
+/// [`Error::Unmanaged`] with the first such parameter, if several ranks train together.
 pub(crate) fn refuse<M: Module>(
     module: &M,
     roots: &[Arc<Root>],

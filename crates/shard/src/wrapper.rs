@@ -1,4 +1,4 @@
-//! The wrapper around a module.
+//! The wrapper around a sharded module.
 
 use std::fmt;
 use std::ops::Deref;
@@ -27,7 +27,7 @@ use crate::state::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
-/// A fully sharded module with the related functions as methods: the wrapper form of [`fully_shard`].
+/// A fully sharded module, with this crate's functions as methods: the wrapper form of [`fully_shard`].
 ///
 /// It is a [`Module`] that adds nothing to parameter paths, and it dereferences to the module, so `model.forward(x)`
 /// and `model.blocks` still work. It may be a field of another module, which may also be wrapped: the outer one takes
@@ -83,7 +83,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         self.module
     }
 
-    /// Returns the policy of the module.
+    /// Returns the policy with which the module was sharded.
     pub fn policy(&self) -> &ShardPolicy {
         &self.policy
     }

@@ -1,4 +1,4 @@
-//! The auditor of one rank: the gradients computed, the messages between ranks, and the gradients passed to Burn.
+//! The auditor of one rank, which compares the computed gradients of all ranks with the gradients passed to Burn.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use burn_fsdp_mesh::field::Element;
 use super::finding::{Finding, Sum};
 use super::{Audit, Tag};
 
-/// Size of a number in a note in bytes.
+/// Size in bytes of one number in a note.
 const LEN: usize = size_of::<u64>();
 
 /// Whether the current step is audited.
@@ -19,24 +19,24 @@ enum Step {
     Between,
     /// The step is not audited.
     Plain,
-    /// The step is audited: tags are sent in notes. With the unit switches `choice`, it follows the order with this
-    /// hash.
+    /// The step is audited, and its notes carry tags. `choice` has the switches of the units, and `order` is the hash
+    /// of the order of operations.
     Audited { choice: Vec<bool>, order: u64 },
 }
 
-/// Whether this rank should have a reduced gradient when a backward ends, if any gradient was computed.
+/// Whether a reduced gradient is due on this rank when a backward ends, if any gradient was computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// It is due.
+    /// A gradient is due.
     Yes,
-    /// It is not due: the unit does not reduce, its reduced sums wait for a later step, another rank owns the
+    /// No gradient is due: the unit does not reduce, its reduced sums wait for a later step, another rank owns the
     /// parameter, or the parameter is frozen.
     No,
-    /// The rank cannot tell.
+    /// This rank cannot determine whether a gradient is due.
     Unclear,
 }
 
-/// The expected tag of a parameter on this rank when a backward ends.
+/// What to expect of a parameter's gradient on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) due: Due,
@@ -47,33 +47,31 @@ pub(crate) struct Wanted {
 /// A gradient that differs from the expected one.
 #[derive(Debug)]
 pub(crate) struct Fault {
-    /// The parameter.
     pub(crate) parameter: usize,
-    /// The gradients that it should contain.
+    /// The gradients that the expected sum consists of.
     pub(crate) expected: Sum,
-    /// The actual result.
+    /// How the actual gradient differs from it.
     pub(crate) finding: Finding,
 }
 
-/// The auditor of one rank.
 #[derive(Debug)]
 pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients computed and not yet reduced, by parameter.
+    /// The numbers of the gradients computed but not yet reduced, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
-    /// The hash of the order in the last audited step, by unit switches.
+    /// The hash of the order in the last audited step with the same unit switches, by switches.
     followed: BTreeMap<Vec<bool>, u64>,
-    /// The gradients computed on each rank, by parameter; `None` for a rank that does not audit.
+    /// The numbers of the gradients computed on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
-    /// The tag passed to Burn, by parameter.
+    /// The tag of the gradient passed to Burn, by parameter.
     arrived: Vec<Option<Tag>>,
     num_audited: u64,
 }
 
 impl Auditor {
-    /// Returns the auditor of rank `rank`, for this many parameters.
+    /// Creates the auditor of rank `rank`, for this many parameters.
     pub(crate) fn new(audit: Audit, rank: usize, parameters: usize) -> Self {
         Self {
             audit,
@@ -87,12 +85,12 @@ impl Auditor {
         }
     }
 
-    /// Creates an auditor for the same rank and steps, with this many parameters.
+    /// Returns a new auditor for the same rank and setting, with this many parameters.
     pub(crate) fn over(&self, parameters: usize) -> Self {
         Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a new gradient of `parameter` on this rank.
+    /// Numbers a new gradient of `parameter` on this rank, and returns its tag.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;
@@ -102,8 +100,9 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
-    /// Begins a step, unless one is in progress and past its first operation (`is_at_start` is false). `choice` returns
-    /// the switches of the units, and `order` the hash of the order to follow. Both are equal on all ranks.
+    /// Begins a step. Does nothing if a step is in progress and past its first operation (`is_at_start` is false).
+    /// `choice` returns the switches of the units, and `order` the hash of the order to follow. Both are equal on all
+    /// ranks.
     pub(crate) fn begin(
         &mut self,
         is_at_start: bool,
@@ -121,24 +120,23 @@ impl Auditor {
         };
     }
 
-    /// Returns true if the current step is audited.
     pub(crate) fn is_auditing(&self) -> bool {
         matches!(self.step, Step::Audited { .. })
     }
 
-    /// Returns the number of completed audits, with all ranks' tags.
+    /// Returns the number of audits that had all ranks' data and found no fault.
     pub(crate) fn num_audited(&self) -> u64 {
         self.num_audited
     }
 
-    /// Returns this rank's message at the end of backward: the numbers of its gradients.
+    /// Encodes the numbers of this rank's gradients, to send to the other ranks at the end of backward.
     pub(crate) fn tell(&self) -> Vec<u8> {
         let numbers = self.open.iter().flat_map(|open| [open.start, open.end]);
         let numbers = std::iter::once(self.rank as u64).chain(numbers);
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Records the messages of all ranks, in rank order. They replace earlier ones, which were not from the end of
+    /// Records the messages of all ranks, in rank order. They replace those of earlier exchanges, which did not end
     /// backward.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();
@@ -164,8 +162,8 @@ impl Auditor {
         *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
     }
 
-    /// Returns the first parameter whose gradient differs from the expected one. `groups_of` returns the named groups
-    /// of ranks over which a parameter's gradient is summed.
+    /// Returns the first fault of this step, if any. `groups_of` returns the named groups of ranks over which a
+    /// parameter's gradient is summed.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
@@ -221,7 +219,7 @@ impl Auditor {
         None
     }
 
-    /// Ends the step, audited or not. `is_through` returns true for a parameter whose gradients have been reduced or
+    /// Ends the step, audited or not. `is_through` returns true for a parameter whose gradients have been reduced, or
     /// never will be.
     pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
         match std::mem::take(&mut self.step) {

@@ -9,10 +9,10 @@ use super::Tag;
 
 /// The largest factor to search for between the expected and the actual gradient.
 const LARGEST_FACTOR: u64 = 4_096;
-/// Maximum number of a rank's gradients to search for one by one.
+/// Maximum number of gradients of one rank to search one by one.
 const MOST_NUMBERS: u64 = 256;
 
-/// The gradients of one parameter on all ranks up to a reduction.
+/// A sum of gradients of one parameter over ranks and backwards.
 #[derive(Debug, Clone)]
 pub(crate) struct Sum {
     parameter: usize,
@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of `parameter` that have these numbers on each rank.
+    /// Returns the sum of the gradients of `parameter` with these numbers, for each rank.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,
@@ -29,7 +29,6 @@ impl Sum {
         }
     }
 
-    /// Returns the number of gradients in it.
     pub(super) fn number(&self) -> u64 {
         self.of_ranks
             .iter()
@@ -54,8 +53,8 @@ impl Sum {
         self.over(0..self.of_ranks.len())
     }
 
-    /// Returns its gradients and those of earlier steps: the tag, the rank, and the number relative to its first
-    /// gradient.
+    /// Returns the gradients of the sum and of earlier steps: the tag, the rank, and the number relative to the rank's
+    /// first gradient.
     fn each(&self) -> impl Iterator<Item = (Tag, usize, i64)> + '_ {
         self.of_ranks
             .iter()
@@ -98,16 +97,16 @@ impl fmt::Display for Sum {
     }
 }
 
-/// The actual gradient, where it differs from the expected one.
+/// How a gradient differs from the expected one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
-    /// No gradient.
+    /// There is no gradient.
     Nothing,
-    /// A gradient where none was expected.
+    /// There is a gradient, but none was expected.
     Uncalled,
-    /// A multiple of it.
+    /// A multiple of the expected gradient.
     Times(u64),
-    /// A fraction of it.
+    /// The expected gradient, divided by this number.
     Part(u64),
     /// The sum over only some of the ranks, times a factor.
     OnlyOver {
@@ -119,7 +118,7 @@ pub(crate) enum Finding {
     LacksRank(usize),
     /// The sum with one rank's gradients added twice.
     RankTwice(usize),
-    /// The sum lacks one gradient of a rank, given by its number.
+    /// The sum without one gradient of a rank, by its number.
     Lacks { rank: usize, number: i64 },
     /// The sum with one gradient of a rank added twice, by its number; a negative number is from an earlier
     /// step.
@@ -149,7 +148,7 @@ impl Finding {
         if let Some(parts) = (2..=LARGEST_FACTOR).find(part) {
             return Self::Part(parts);
         }
-        // For a single rank, the message names the ranks whose gradients are missing.
+        // A single rank is left out here: the message then names the ranks whose gradients are missing.
         for (group, ranks) in groups.iter().filter(|(_, ranks)| ranks.len() > 1) {
             let over = sum.over(ranks.iter().copied()).times(scale);
             let most = sum.of_ranks.len() as u64;
@@ -184,7 +183,7 @@ impl Finding {
         of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns the message; `path_of` returns the path of a parameter.
+    /// Returns the text for an error message; `path_of` returns the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {

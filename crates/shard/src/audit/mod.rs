@@ -1,10 +1,10 @@
 //! The audit of a step: each gradient of each parameter is summed exactly once over each group, and divided once.
 //!
-//! Every gradient of a parameter draws a [`Tag`], a random element of a prime field, which follows the gradient. It is
-//! added where gradients are added, is sent in the note of the reduction that carries the gradient, and is scaled as
-//! that reduction scales. It arrives where the reduced gradient is passed to Burn. At the end of backward each rank
-//! tells the others how many gradients it computed, so all of them know all tags. The tag that arrives must be the sum
-//! of these tags, divided as the policy specifies. The [`Auditor`] of a rank compares the two; a difference becomes a
+//! Every gradient of a parameter draws a [`Tag`], a random element of a prime field, which follows the gradient. Tags
+//! are added where gradients are added, sent in the note of the reduction that carries the gradient, and scaled by the
+//! reduction's factor. They arrive where the reduced gradient is passed to Burn. At the end of backward each rank tells
+//! the others how many gradients it computed, so all of them know all tags. The tag that arrives must be the sum of
+//! these tags, divided as the policy specifies. The [`Auditor`] of a rank compares the two; a difference becomes a
 //! `Finding`.
 //!
 //! This module does not depend on units, tensors or process groups: parameters are numbered over all units of
@@ -21,19 +21,19 @@ pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
-/// over each group of ranks and divided once. It uses exact arithmetic with random elements of a prime field that
-/// represent the gradients.
+/// over each group of ranks, and divided once. Its arithmetic is exact: random elements of a prime field stand for the
+/// gradients.
 ///
-/// An audited step issues no additional operation. An error ends `backward` with
+/// An audited step issues no additional operation. If an audit fails, `backward` returns
 /// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Audit {
-    /// No steps.
+    /// No step.
     Off,
-    /// The first step, and each step that follows an order of operations for the first time: after the first step, when
-    /// units are switched, or when an operation was added or dropped.
+    /// The first step, and each step that follows an order of operations for the first time: the second step, and steps
+    /// after units were switched or an operation was added or dropped.
     NewOrders,
-    /// All steps.
+    /// Every step.
     EveryStep,
 }
 

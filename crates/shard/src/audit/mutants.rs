@@ -1,4 +1,5 @@
-//! Miniature engines: correct ones are never rejected, and one with a single error always is.
+//! Tests the auditor on miniature engines. It must never reject a correct one, and always reject one with a single
+//! error.
 //!
 //! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
 //! the real engine. A mutant is a list with one changed event, drawn by seed.
@@ -10,12 +11,11 @@ use rand::{RngExt, SeedableRng};
 use super::finding::Finding;
 use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
-/// The ranks, as replicas of shards, and the parameters of each unit.
+/// The size of an engine: ranks, as replicas of shards, and the parameters of each unit.
 #[derive(Debug, Clone)]
 struct Layout {
     shards: usize,
     replicas: usize,
-    /// The number of parameters of each unit.
     units: Vec<usize>,
 }
 
@@ -45,12 +45,11 @@ enum Event {
     End { syncs: bool },
 }
 
-/// One rank of the engine.
 struct Rank {
     auditor: Auditor,
     come: Vec<Option<Tag>>,
     sums: Vec<Option<Tag>>,
-    /// The gradients of each parameter so far.
+    /// The tags of all gradients of each parameter so far.
     drawn: Vec<Vec<Tag>>,
 }
 
@@ -96,7 +95,7 @@ impl Layout {
         }
     }
 
-    /// Returns the events of three steps, each after up to two without reduction.
+    /// Returns the correct events of three steps, each after up to two steps without reduction.
     fn right(&self, draw: &mut StdRng) -> Vec<Event> {
         let mut events = Vec::new();
         for _ in 0..3 {
@@ -128,7 +127,7 @@ impl Layout {
     }
 }
 
-/// Sums the gradients of the members of each rank's group, by their notes.
+/// Returns the summed tags of the gradients over each rank's group, from the ranks' notes.
 fn carried(
     ranks: &[Vec<Option<Tag>>],
     members: impl Fn(usize) -> Vec<usize>,
@@ -154,7 +153,7 @@ fn carried(
     (0..ranks.len()).map(of_rank).collect()
 }
 
-/// Runs the events on all ranks. Returns the first fault.
+/// Runs the events on all ranks, and returns the first fault.
 fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
     let parameters = layout.parameters();
     let rank = |rank| Rank {
@@ -243,7 +242,7 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
     None
 }
 
-/// Ends a step on all ranks.
+/// Ends a step on all ranks, and returns the first fault.
 fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
     let told: Vec<_> = ranks.iter().map(|rank| rank.auditor.tell()).collect();
     let scale = scale_of(&Reduction::mean(layout.ranks()), layout.ranks());
@@ -320,7 +319,7 @@ fn mutated(
         .collect();
     let at = *candidates.get(draw.random_range(0..candidates.len().max(1)))?;
     let mut mutant = events.to_vec();
-    // The gradients of a unit computed up to here since it was last passed to Burn.
+    // The gradients of a unit that were computed before this event, since the unit was last passed to Burn.
     let came = |unit: usize| {
         let before = &events[..at];
         let last = before
@@ -345,7 +344,7 @@ fn mutated(
         (Wrong::LostReduction | Wrong::LostResult, _) => _ = mutant.remove(at),
         (Wrong::NoCrossing, _) if layout.replicas == 1 => return None,
         (Wrong::NoCrossing, Event::Cross { unit }) => {
-            // A sum without it that still covers all gradients is correct.
+            // Without this reduction, a sum that still covers all gradients is correct.
             let ranks = came(unit);
             let of_replica = |replica: usize| {
                 ranks
@@ -443,8 +442,8 @@ fn every_mutant_is_refused_and_most_are_named() {
     );
 }
 
-/// Checks the name of a kind of fault. Some faults have two true names: a sum over only one group lacks the other
-/// ranks.
+/// Checks that a finding describes the error. Some errors have two correct descriptions: a sum over only one group
+/// lacks the other ranks.
 fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
     use Finding::{
         Also, Lacks, LacksRank, Nothing, OfParameter, OnlyOver, Part, RankTwice, Times, Uncalled,
@@ -504,7 +503,7 @@ fn silent_ranks_are_not_judged() {
         due: Due::Yes,
         scale: Tag::from(1),
     };
-    // One rank is silent, and one repeats another's message.
+    // One rank sends nothing, and then one repeats another's message.
     for others in [Vec::new(), told.clone()] {
         auditor.hear([told.as_slice(), &others].into_iter());
         assert!(auditor.fault(|_| Vec::new(), wanted).is_none());

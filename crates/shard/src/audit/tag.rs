@@ -3,26 +3,25 @@
 use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
 use burn_fsdp_mesh::field::{self, Element};
 
-/// Size of an encoded tag in bytes.
+/// Size in bytes of an encoded tag.
 const LEN: usize = size_of::<u64>();
-/// The encoding of the unknown tag. No element has it.
+/// The encoding of the unknown tag, which no element has.
 const UNKNOWN: u64 = u64::MAX;
 
-/// The tag of a gradient: the sum of the tags of all gradients in it; unknown for a gradient that was not followed.
+/// The tag of a gradient: the sum of the tags of all gradients in it; unknown for a gradient that was not tracked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tag(Option<Element>);
 
 impl Tag {
-    /// The tag of a gradient that was not followed.
+    /// The tag of a gradient that was not tracked.
     pub(crate) const UNKNOWN: Self = Self(None);
 
-    /// Returns the tag of gradient `number` of `parameter` on `rank`, which any rank can draw.
+    /// Returns the tag of gradient `number` of `parameter` on `rank`. Every rank can compute it.
     pub(crate) fn draw(rank: usize, parameter: usize, number: u64) -> Self {
         let drawn = Fingerprint::of(&(rank, parameter, number));
         Self(Some(field::reduce(u128::from(drawn))))
     }
 
-    /// Returns the tag of the sum of two gradients.
     pub(crate) fn plus(self, other: Self) -> Self {
         Self(
             self.0
@@ -31,7 +30,6 @@ impl Tag {
         )
     }
 
-    /// Returns the tag of the gradient multiplied by `scale`.
     pub(crate) fn times(self, scale: Self) -> Self {
         Self(
             self.0
@@ -40,7 +38,6 @@ impl Tag {
         )
     }
 
-    /// Returns the element, if it is known.
     pub(crate) fn element(self) -> Option<Element> {
         self.0
     }
@@ -61,7 +58,7 @@ impl From<Element> for Tag {
     }
 }
 
-/// Returns the factor by which a reduction over `ranks` ranks multiplies gradients.
+/// Returns the factor that `reduction`, over `ranks` ranks, applies to the sum of gradients.
 pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
     let scales = field::mul(
         field::of_number(reduction.pre_scale),
@@ -79,7 +76,7 @@ pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     given.map(|tag| u8::from(tag.is_some())).collect()
 }
 
-/// Returns true if any of the ranks that wrote these notes has gradient `index`.
+/// Returns true if `notes`, from several ranks, flag gradient `index` on any rank.
 pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
@@ -90,8 +87,8 @@ pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
     tags.flat_map(Tag::encode).collect()
 }
 
-/// Returns the tag of the sum over ranks of gradient `index` (of `number`), from the ranks' notes; unknown if a note
-/// has no tag.
+/// Returns the tag of gradient `index` (of `number`), summed over the ranks, from their notes; unknown if a note has no
+/// tag.
 pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
     let start = number + index * LEN;
     let told = notes

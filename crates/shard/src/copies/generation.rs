@@ -42,34 +42,32 @@ pub(crate) enum Transition {
 
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
-    /// The unit that the values belong to.
     pub(crate) unit: Arc<Unit>,
-    /// All generations of the unit.
     pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
-    /// The fingerprint of the values' history: `valid`, `train` and moves keep it.
+    /// The fingerprint of the values' history. `valid`, `train` and moves to a device preserve it.
     version: AtomicU64,
-    /// The full parameters.
     pub(crate) life: LifeCycle,
-    /// This rank's pieces by slot, between forward and backward, if full parameters are resharded to a smaller group.
+    /// This rank's pieces of the full parameters by slot, which forward keeps for a gather among neighbours in
+    /// backward.
     pieces: Mutex<Option<Slots<Piece>>>,
-    /// The plain device of full parameters, for an offloaded unit.
+    /// The device of full parameters, without autodiff, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
-    /// The copies of the module that hold parameters in this generation.
+    /// References from copies of the module to the parameters in this generation.
     pub(crate) holders: Holders,
-    /// The joint view of a copy whose parameters are in several generations; this is the first of them.
+    /// A cached view of a copy whose parameters are in several generations, of which this is the first.
     view: Mutex<Option<View>>,
 }
 
 /// This rank's piece of a full parameter, with its seal if ranks compare bytes.
 pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
-/// A set of values from several generations.
+/// A joint generation with values from several generations.
 struct View {
-    /// The generation of each slot's value.
+    /// The generation that holds each slot's value.
     sources: Vec<Weak<Generation>>,
     joint: Arc<Generation>,
 }
@@ -85,7 +83,7 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// Returns the first generation of a unit, without values.
+    /// Creates the first generation of a unit, without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
         Self::new(unit, Arc::default(), 0, 0, None)
     }
@@ -128,7 +126,7 @@ impl Generation {
         generation
     }
 
-    /// Returns one generation that takes the value of each slot from the source at the same index.
+    /// Returns a generation with the value of each slot from the source at the same index.
     pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
         let first = &sources[0];
         if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
@@ -165,30 +163,30 @@ impl Generation {
         joint
     }
 
-    /// Returns the identifier of the pass that created it, equal on all ranks and for all units of one copy.
+    /// Returns the identifier of the pass that created this generation, equal on all ranks and for all units of one
+    /// copy.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Returns the fingerprint of the values' history. Copies of one version hold equal values.
+    /// Returns the fingerprint of the values' history. Copies with equal versions hold equal values.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
 
-    /// Returns a short form of the version, for labels: ranks that hold values of different steps or copies must not
-    /// gather from each other.
+    /// Returns a short form of the version, for labels. Gathers must fail between ranks that hold values of different
+    /// steps or copies.
     pub(crate) fn fingerprint(&self) -> u32 {
         let version = self.version();
         (version ^ (version >> 32)) as u32
     }
 
-    /// Restarts the history of a copy when its units are put under one root.
+    /// Restarts the history of the values when the unit gets a new root.
     pub(crate) fn restart(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Relaxed);
         self.version.store(epoch, Ordering::Relaxed);
     }
 
-    /// Sets the value of `slot`.
     pub(crate) fn set(&self, slot: usize, value: &Shown) {
         let mut values = self.values.lock();
         let value = Value::of(value).sealed(self.holders_group(), values.known(slot));
@@ -196,7 +194,7 @@ impl Generation {
         values.inherited[slot] = None;
     }
 
-    /// Returns the group, including this rank, among which the values are divided.
+    /// Returns the group of ranks that together hold the values, including this rank.
     pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
     }
@@ -206,7 +204,6 @@ impl Generation {
         self.held(slot).seal
     }
 
-    /// Returns a description of the value of `slot`, for messages.
     pub(crate) fn named(&self, slot: usize) -> String {
         let kind = match self.unit.slots[slot].is_gathered() {
             true => "the shard",
@@ -215,20 +212,19 @@ impl Generation {
         self.named_as(kind, slot)
     }
 
-    /// Returns a description of a value of this kind for `slot`, for messages.
     pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
         let path = &self.unit.slots[slot].path;
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Checks that the value of `slot` still has its written bytes, if ranks compare bytes.
+    /// Checks that the value of `slot` is unchanged since it was written, if ranks compare bytes.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
         seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
     }
 
-    /// Flips a bit of the value of `slot`, if a fault is injected there.
+    /// Flips a bit of the value of `slot`, if a test injects that fault.
     pub(crate) fn flip_if_told(&self, slot: usize) {
         let mut held = self.held(slot);
         let before = held.plain.clone();
@@ -238,12 +234,12 @@ impl Generation {
         }
     }
 
-    /// Returns the value of `slot` in 32 bits, if one is kept.
+    /// Returns the 32-bit form of the value of `slot`, if one is kept.
     pub(crate) fn exact(&self, slot: usize) -> Option<Tensor<1>> {
         self.held(slot).exact
     }
 
-    /// Keeps the value of `slot` in 32 bits, until the value changes.
+    /// Keeps `exact` as the 32-bit form of the value of `slot`, until the value changes.
     pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) {
         if let Some(value) = self.values.lock().own[slot].as_mut() {
             value.exact = Some(exact);
@@ -254,23 +250,22 @@ impl Generation {
         self.values.lock().held(slot)
     }
 
-    /// Returns the untracked value of `slot`, on an autodiff device if the module is on one.
+    /// Returns the untracked value of `slot`, on an autodiff device if the module uses one.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let Value { plain, device, .. } = self.held(slot);
         device::tracked(plain, &device)
     }
 
-    /// Returns the value of `slot`, without autodiff.
     pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
         self.held(slot).plain
     }
 
-    /// Returns the leaf that gradients of `slot` belong to, if it is trainable.
+    /// Returns the graph node to which gradients of `slot` belong, if it is trainable.
     pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
         self.held(slot).node
     }
 
-    /// Returns the device of the full parameter of `slot`, with autodiff if the module has it.
+    /// Returns the device of the full parameter of `slot`, with autodiff if the module uses it.
     pub(crate) fn device(&self, slot: usize) -> Device {
         let home = self.held(slot).device;
         match &*self.compute.lock() {
@@ -291,8 +286,8 @@ impl Generation {
         }
     }
 
-    /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see. It
-    /// is a new leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
+    /// Returns the graph parent of the full parameter of `slot`: `parent`, the flat leaf that optimizers see, or a new
+    /// leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
         match is_flat && self.unit.offload.is_none() {
@@ -301,7 +296,7 @@ impl Generation {
         }
     }
 
-    /// Returns a new leaf that is trained if the value of `slot` is.
+    /// Returns a new leaf, trained if the value of `slot` is.
     pub(crate) fn own_leaf(&self, slot: usize) -> Tensor<1> {
         let leaf = Tensor::zeros([1], &self.device(slot));
         leaf.set_require_grad(self.is_trainable(slot))
@@ -326,13 +321,11 @@ impl Generation {
         self.unit.staging.moved(held, &device)
     }
 
-    /// Returns true if the value of `slot` is trainable.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
         self.node(slot).is_some()
     }
 
-    /// Moves `slot`, with its new value `value`, to the child that `transition` is filling, and
-    /// returns that child.
+    /// Moves `slot` to the child that `transition` is filling, with the new value `value`, and returns that child.
     pub(crate) fn descend(
         self: &Arc<Self>,
         slot: usize,
@@ -343,7 +336,7 @@ impl Generation {
         children.retain(|(_, child)| child.strong_count() > 0);
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
-            // A generation held only by a backward graph is not a copy in the making.
+            // A generation that only a backward graph still holds is not being filled.
             let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
@@ -371,7 +364,7 @@ impl Generation {
         child
     }
 
-    /// Drops the full parameters, but keeps this rank's pieces if neighbours gather again.
+    /// Drops the full parameters, but keeps this rank's pieces if backward gathers them among neighbours.
     pub(crate) fn reshard_after_forward(&self) -> Result<(), Error> {
         let Some(full) = self.life.take_full() else {
             return Ok(());
@@ -397,7 +390,7 @@ impl Generation {
         Ok(())
     }
 
-    /// Drops the full parameters or cancels their gather, and checks that they still equal the gathered values.
+    /// Drops the full parameters after checking that they still equal the gathered values, or cancels their gather.
     pub(crate) fn let_go(&self) -> Result<(), Error> {
         let full = self.life.take_full();
         full.map_or(Ok(()), |full| self.check_full(&full))
@@ -419,7 +412,6 @@ impl Generation {
         self.pieces.lock().clone()
     }
 
-    /// Drops the pieces that forward left.
     pub(crate) fn drop_pieces(&self) {
         *self.pieces.lock() = None;
     }
@@ -432,12 +424,12 @@ impl Generation {
         )
     }
 
-    /// Returns the trainable slots whose gradients are reduced together with the unit, in order.
+    /// Returns the trainable slots whose gradients the unit's own reduction carries, in order.
     pub(crate) fn reduced_slots(&self) -> Vec<usize> {
         self.trainable(|holding| *holding != Holding::Whole)
     }
 
-    /// Returns the trainable slots whose gradients wait for the end of backward, in order.
+    /// Returns the trainable slots whose gradients are reduced at the end of backward, in order.
     pub(crate) fn whole_slots(&self) -> Vec<usize> {
         self.trainable(|holding| *holding == Holding::Whole)
     }
@@ -466,7 +458,7 @@ impl Kin {
     }
 }
 
-/// Returns an identifier that is equal for all units and ranks after the same passes.
+/// Returns an identifier for a pass, equal for all units and ranks after the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     Fingerprint::of(&(epoch, transition, ordinal))
 }

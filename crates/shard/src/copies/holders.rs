@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-/// A copy of a module. Operations on some or all of its parameters keep its number; a clone gets a different one.
+/// Identifies a copy of a module. Operations on some or all of its parameters keep its number; a clone gets a different
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
     /// The number of the copy, equal for all its parameters.
@@ -13,14 +14,14 @@ pub(crate) struct Copied {
     pub(crate) parent: u64,
 }
 
-/// The number of times that each copy of the module holds each parameter of a generation.
+/// The number of references from each copy of the module to each parameter of a generation.
 pub(crate) struct Holders {
     num_slots: usize,
     holds: Mutex<BTreeMap<u64, Vec<usize>>>,
 }
 
 impl Holders {
-    /// Returns the holders of `num_slots` parameters that nothing holds yet.
+    /// Creates counts of zero for `num_slots` parameters.
     pub(super) fn new(num_slots: usize) -> Self {
         Self {
             num_slots,

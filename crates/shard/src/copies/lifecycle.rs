@@ -28,7 +28,6 @@ impl fmt::Display for UnitState {
 
 /// The full parameters, flat and without autodiff, one for each gathered slot.
 pub(crate) struct Full {
-    /// The tensors.
     pub(crate) tensors: Slots<Tensor<1>>,
     /// Checksums of the gathered tensors, if ranks compare bytes.
     pub(crate) seals: Slots<Seal>,
@@ -50,13 +49,13 @@ enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is in progress; its buffers are allocated, the shards are published.
+    /// A gather is in progress. Its buffers are allocated, and this rank's shards are published.
     Gathering(Gather),
     /// The full parameters exist.
     Unsharded(Full),
 }
 
-/// The full parameters of one generation.
+/// The life cycle of the full parameters of one generation.
 ///
 /// ```text
 /// Sharded --begin_gather--> Gathering --fill--> Unsharded
@@ -68,7 +67,6 @@ enum State {
 pub(crate) struct LifeCycle(Mutex<State>);
 
 impl LifeCycle {
-    /// Returns the state of the full parameters.
     pub(crate) fn state(&self) -> UnitState {
         match *self.0.lock() {
             State::Sharded => UnitState::Sharded,
@@ -77,7 +75,6 @@ impl LifeCycle {
         }
     }
 
-    /// Returns true if the full parameters exist.
     pub(crate) fn is_unsharded(&self) -> bool {
         self.state() == UnitState::Unsharded
     }
@@ -87,13 +84,12 @@ impl LifeCycle {
         self.state() == UnitState::Sharded
     }
 
-    /// Begins a gather.
     pub(crate) fn begin_gather(&self, gather: Gather) {
         *self.0.lock() = State::Gathering(gather);
     }
 
-    /// Creates the full parameters of the current gather. `arrive` waits for it and returns additional information.
-    /// Returns `None` if no gather is in progress. After an error only the shards exist.
+    /// Creates the full parameters from the current gather. `arrive` waits for the gather, and also returns a result
+    /// for the caller. Returns `None` if no gather is in progress. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,
@@ -111,7 +107,7 @@ impl LifeCycle {
         Ok(Some(told))
     }
 
-    /// Returns the full parameter of a gathered slot; `None` if the full parameters do not exist.
+    /// Returns the full parameter of `slot`, which must be gathered; `None` if the full parameters do not exist.
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
             State::Unsharded(full) => {

@@ -7,10 +7,9 @@ use super::holders::Copied;
 use crate::error::Error;
 use crate::unit::Unit;
 
-/// A unit and all its generations.
+/// A unit, for access to all its generations.
 #[derive(Clone)]
 pub(crate) struct Copies {
-    /// The unit.
     pub(crate) unit: Arc<Unit>,
     kin: Arc<Kin>,
 }
@@ -22,7 +21,7 @@ pub(crate) struct WeakCopies {
 }
 
 impl WeakCopies {
-    /// Returns the copies, if the unit still exists.
+    /// Returns the unit's [`Copies`], if the unit still exists.
     pub(crate) fn upgrade(&self) -> Option<Copies> {
         Some(Copies {
             unit: self.unit.upgrade()?,
@@ -32,7 +31,6 @@ impl WeakCopies {
 }
 
 impl Copies {
-    /// Returns the copies of the unit of `generation`.
     pub(crate) fn of(generation: &Generation) -> Self {
         Self {
             unit: generation.unit.clone(),
@@ -40,7 +38,6 @@ impl Copies {
         }
     }
 
-    /// Returns a reference that does not keep the unit alive.
     pub(crate) fn downgrade(&self) -> WeakCopies {
         WeakCopies {
             unit: Arc::downgrade(&self.unit),
@@ -48,7 +45,7 @@ impl Copies {
         }
     }
 
-    /// Returns the values of copy `copy` of the module: its own, and `otherwise`'s for the rest.
+    /// Returns the values of copy `copy` of the module: its own values, and `otherwise`'s where it has none.
     pub(crate) fn values_of(
         &self,
         copy: u64,
@@ -104,7 +101,6 @@ impl Copies {
         self.kin.live()
     }
 
-    /// Returns true if any module holds a parameter of the unit.
     pub(crate) fn is_held(&self) -> bool {
         self.live()
             .iter()
@@ -137,7 +133,6 @@ impl Copies {
         equal.for_each(|generation| generation.life.drop_full());
     }
 
-    /// Drops all full parameters and cancels pending gathers.
     pub(crate) fn drop_full(&self) {
         for generation in self.live() {
             generation.life.drop_full();

@@ -12,22 +12,22 @@ use crate::slot::Slots;
 /// The values of a unit, by slot.
 pub(super) struct Values {
     pub(super) own: Slots<Value>,
-    /// Values of siblings that are still in the previous generation.
+    /// Values of slots that have not moved from the previous generation yet.
     pub(super) inherited: Slots<Value>,
 }
 
-/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a graph that holds its
+/// The value of a parameter, without its autodiff node. Backward graphs hold generations, and a graph that holds its
 /// own leaf is never dropped.
 #[derive(Clone)]
 pub(super) struct Value {
     pub(super) plain: Tensor<1>,
-    /// The device of the value, with the autodiff of the module.
+    /// The device of the value, with autodiff if the module uses it.
     pub(super) device: Device,
-    /// The leaf's node, if the value is trainable.
+    /// The id of the value's graph node, if it is trainable.
     pub(super) node: Option<NodeId>,
     /// The checksum of the value's bytes as they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
-    /// The value's elements in 32 bits, if a sum over many steps is kept and the parameter has a 16-bit type.
+    /// The elements in 32 bits, for a moving average of a 16-bit parameter.
     pub(super) exact: Option<Tensor<1>>,
 }
 
@@ -48,8 +48,8 @@ impl Value {
         }
     }
 
-    /// Seals the value. The seal is new unless the value shares the memory of `before`, which a pass over the module
-    /// has left unchanged. In that case it also keeps its elements in 32 bits.
+    /// Seals the value. A value that shares the memory of `before` is unchanged, so it keeps the seal and the 32-bit
+    /// elements of `before`, if any.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
         let exact = before.filter(|before| before.exact.is_some());
         let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
@@ -65,12 +65,12 @@ impl Value {
 }
 
 impl Values {
-    /// Returns the value of `slot`, if there is one.
+    /// Returns the value of `slot`, own or inherited, if there is one.
     pub(super) fn known(&self, slot: usize) -> Option<&Value> {
         self.own[slot].as_ref().or(self.inherited[slot].as_ref())
     }
 
-    /// Returns the value of `slot`.
+    /// Returns the value of `slot`, which must exist.
     pub(super) fn held(&self, slot: usize) -> Value {
         self.known(slot)
             .expect("a first generation is filled before it is used")

@@ -1,4 +1,4 @@
-//! Units by size.
+//! Proposes units by size.
 
 use std::collections::HashSet;
 
@@ -45,12 +45,12 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
     sizes.units
 }
 
-/// A module or parameter that is being visited.
+/// A module or parameter that the walk is inside.
 #[derive(Default)]
 struct Open {
-    /// Elements outside any unit within it.
+    /// Number of elements outside any unit within it.
     left: usize,
-    /// Burn's name for its kind of module, known once a part of it is visited; `None` for a parameter.
+    /// Burn's name for the kind of module, known after a part of it is visited; `None` for a parameter.
     kind: Option<String>,
 }
 
@@ -58,7 +58,7 @@ struct Sizes {
     min_params: usize,
     open: Vec<Open>,
     units: Vec<String>,
-    /// Ids of counted parameters: fields that share a parameter count once.
+    /// Ids of counted parameters, because a parameter that several fields share counts once.
     seen: HashSet<ParamId>,
 }
 

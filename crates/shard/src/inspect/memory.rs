@@ -18,14 +18,14 @@ use crate::staging::Staged;
 use crate::survey::survey;
 use crate::thrown::{catch, throw};
 
-/// Memory of one rank, in bytes.
+/// Memory of one rank in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
     /// Parameters that this rank holds between steps: its shards and the parameters kept whole.
     pub parameters: usize,
-    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory, only the host
-    /// memory during a collective.
+    /// Full parameters, full gradients and transport buffers alive now. For a device with its own memory, this counts
+    /// only the host memory used during collectives.
     pub unsharded_live: usize,
     /// The maximum of `unsharded_live` since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
@@ -81,7 +81,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
     })
 }
 
-/// Returns the pool of this rank's process groups only once, since split groups share a pool.
+/// Returns the distinct buffer pools of `roots`. Groups split from one group share a pool.
 fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
     roots.iter().take(1).map(|root| root.group.pool())
 }
@@ -98,12 +98,12 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// A reader of [`Memory::unsharded_live`] that does not hold the module, for any thread.
+/// Reads [`Memory::unsharded_live`] from any thread, without holding the module.
 #[derive(Debug, Clone)]
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Returns a reader for the sharded `module` and its later versions.
+    /// Returns a reader for the sharded `module`, which remains valid for its later versions.
     ///
     /// # Errors
     ///
@@ -113,7 +113,7 @@ impl LiveBytes {
         Ok(Self(roots.iter().map(|root| root.pool.clone()).collect()))
     }
 
-    /// Returns the bytes alive now.
+    /// Returns the current number of bytes.
     pub fn now(&self) -> usize {
         self.0.iter().map(BufferPool::live_bytes).sum()
     }
@@ -144,7 +144,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
     let buffers = survey(module)?.buffers;
     let mut means = Means {
-        // A visitor sees a stand-in instead of the parameter that it represents.
+        // The visitor sees stand-ins, and looks up the parameters that they represent.
         members: inspect::fields(module).into_iter().collect(),
         left_out: buffers,
         sum: None,
@@ -155,7 +155,7 @@ pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
 
 struct Means {
     members: HashMap<String, Member>,
-    /// Paths of running states.
+    /// Paths of running states, which the loss does not read.
     left_out: Vec<String>,
     sum: Option<Tensor<1>>,
 }
@@ -179,7 +179,8 @@ impl path::Visitor for Means {
     }
 }
 
-/// Warns at wrap time about units that may stay unsharded until backward because the device does not recompute.
+/// Warns at wrap time about units that may stay unsharded until backward because the device has no gradient
+/// checkpointing.
 pub(crate) fn warn_at_wrap(root: &Root) {
     let units = root.units();
     let dropped: Vec<_> = units

@@ -1,4 +1,4 @@
-//! The sharded part of a module: its parameters, with and without paths, and its roots.
+//! Finds the sharded parameters and the roots of a module, and reports on them.
 //!
 //! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
 //! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.
@@ -46,14 +46,14 @@ pub fn settle_ids<M: Module>(module: &M) {
 /// Returns the sharded parameters of `module` with their paths in it, in module order. A shared parameter appears once,
 /// for its first field.
 ///
-/// A slot knows only its path in the module that was sharded, which may be a child of this one.
+/// A slot stores only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
     let mut fields = fields(module);
     fields.retain(|(_, member)| !member.is_tied);
     fields
 }
 
-/// Returns the sharded parameters of `module` like [`places`], but with every field that shares one.
+/// Returns the sharded parameters of `module` like [`places`], but once for every field that shares one.
 pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
     let mut paths = Paths::default();
     let members = visit(module, &mut paths);
@@ -63,8 +63,8 @@ pub(crate) fn fields<M: Module>(module: &M) -> Vec<(String, Member)> {
 #[derive(Default)]
 struct Paths {
     sharded: Vec<String>,
-    /// The path of the last visited parameter, until the part next to it is entered. That part is entered again after
-    /// the factors of its adapter.
+    /// The path of the last visited parameter, until its reparameterization is entered. A reparameterization is entered
+    /// again after the factors of its adapter.
     last: Option<String>,
 }
 

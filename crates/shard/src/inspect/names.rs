@@ -31,7 +31,7 @@ impl path::Visitor for Paths {
 ///
 /// # Errors
 ///
-/// [`Error::Names`] with the first that differs.
+/// [`Error::Names`] with the first path that differs.
 pub fn check_names<M: Module>(before: &[String], module: &M) -> Result<(), Error> {
     let is_own = |path: &&String| {
         let is_factor = |name: &str| path.ends_with(&format!(".{name}"));

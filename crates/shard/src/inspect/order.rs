@@ -11,7 +11,7 @@ use crate::schedule::Operation;
 pub struct Order {
     /// The operations, one per line, in the order in which every rank issues them.
     pub operations: Vec<String>,
-    /// The hash of the order, equal on ranks with equal orders.
+    /// The hash of the order, which is equal on ranks with equal orders.
     pub hash: u64,
 }
 

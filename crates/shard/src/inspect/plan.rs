@@ -10,11 +10,11 @@ use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 
-/// One unit of a [`WrapPlan`]. Sizes in bytes.
+/// One unit of a [`WrapPlan`]. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnitPlan {
-    /// Path of the module; `root` for the outermost unit.
+    /// Name of the unit, usually the path of its module; `root` for the outermost unit.
     pub name: String,
     /// Number of parameters (elements) of the whole unit.
     pub num_params: usize,
@@ -46,7 +46,7 @@ impl WrapPlan {
         self.units.iter().map(|unit| unit.num_params).sum()
     }
 
-    /// Returns the bytes of parameters that this rank holds between steps.
+    /// Returns the total parameter bytes that this rank holds between steps.
     pub fn held(&self) -> usize {
         self.units.iter().map(|unit| unit.held).sum()
     }
@@ -68,7 +68,7 @@ impl WrapPlan {
     }
 }
 
-/// Returns the plan of a sharded module, for this rank.
+/// Returns the plan of a sharded module, as seen from this rank.
 ///
 /// # Errors
 ///

@@ -14,7 +14,7 @@ use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::unit::Unit;
 
-/// One unit of a sharded module, in this copy of the module.
+/// A handle to one unit of a sharded module, in this copy of the module.
 ///
 /// Switches take effect from the next step. All ranks must switch in the same way; ranks whose operations differ
 /// because of a switch get `Error::Mismatch` from the next operation.
@@ -40,7 +40,7 @@ impl fmt::Debug for UnitHandle {
 pub struct UnitMemory {
     /// Parameters that the rank holds between steps.
     pub parameters: usize,
-    /// Full parameters that are gathered now.
+    /// Full parameters that exist now.
     pub unsharded: usize,
     /// Full gradients that steps without reduction left on the rank.
     pub unreduced: usize,
@@ -73,17 +73,18 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
 }
 
 impl UnitHandle {
-    /// Returns the path of the unit's module; `root` for the outermost.
+    /// Returns the unit's name: the path of its module, or the patterns of a [joint unit](crate::ShardPolicy::unit_of);
+    /// `root` for the outermost.
     pub fn name(&self) -> String {
         self.unit.label()
     }
 
-    /// Returns the state of its full parameters.
+    /// Returns the state of the unit's full parameters.
     pub fn state(&self) -> UnitState {
         self.generation.life.state()
     }
 
-    /// Returns the memory of the unit on this rank now.
+    /// Returns the current memory of the unit on this rank.
     pub fn memory(&self) -> UnitMemory {
         let rank = self.unit.groups.shard.rank();
         let slots = self.unit.slots.iter();
@@ -97,7 +98,7 @@ impl UnitHandle {
         }
     }
 
-    /// Returns the paths of its parameters.
+    /// Returns the paths of the unit's parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
@@ -176,15 +177,16 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have been corrupted, if ranks compare bytes.
+    /// [`Error::State`] inside a backward; [`Error::Collective`] if ranks compare bytes and the parameters are
+    /// corrupted.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
         self.generation.let_go()
     }
 
-    /// Sets the divisors of its gradients from the next reduction on, instead of
-    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` for the number of ranks. These
-    /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same.
+    /// Sets the divisors of the unit's gradients from the next reduction on, instead of
+    /// [`ShardPolicy::divide_factors`](crate::ShardPolicy::divide_factors); `None` selects the number of ranks. These
+    /// factors also divide pending gradients of earlier steps without reduction. All ranks must set the same factors.
     ///
     /// # Errors
     ///
@@ -238,10 +240,10 @@ impl Unsharding<'_> {
 /// their sum. This saves the traffic of all micro-batches except the last, at the cost of full gradients on every rank:
 /// [`Memory::unreduced`](crate::Memory::unreduced).
 ///
-/// A backward inside `body` returns empty gradients, so there is no optimizer step yet. Call both forward and backward
-/// inside.
+/// A backward inside `body` returns empty gradients, so no optimizer step is possible yet. Call both forward and
+/// backward inside.
 ///
-/// All ranks must call it in the same way.
+/// All ranks must call this in the same way.
 ///
 /// # Errors
 ///
@@ -266,7 +268,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// A guard that restores switches, even when the body unwinds.
+/// A guard that restores the switches of units, even by unwinding.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,

@@ -15,18 +15,18 @@ use crate::transport;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Clipped {
-    /// The gradients, scaled where needed.
+    /// The gradients after clipping.
     pub gradients: GradientsParams,
     /// The norm of all gradients before clipping, the same on all ranks.
     pub total_norm: f64,
-    /// The factor by which they were multiplied: `max_norm / (total_norm + 1e-6)`, at most 1.
+    /// The factor by which the gradients were multiplied: `max_norm / (total_norm + 1e-6)`, at most 1.
     pub coefficient: f64,
 }
 
 /// Returns the norm of all gradients of a sharded module as one vector, the same on all ranks.
 ///
-/// Each parameter counts once: a sharded parameter with the elements of all ranks, and an unmanaged parameter with rank
-/// 0's gradient. Without any gradient the norm is 0.
+/// Each parameter counts once: all elements of a sharded parameter, and rank 0's gradient of an unmanaged parameter.
+/// Without any gradient the norm is 0.
 ///
 /// Collective over all ranks of the module, between steps: one all-reduce of one number for each group over which
 /// parameters are sharded.
@@ -139,12 +139,12 @@ fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> E
     }
 }
 
-/// Returns true if all elements of a gradient on this rank are finite.
+/// Returns true if this rank's elements of a gradient are all finite.
 pub(crate) fn is_finite(entry: &Entry) -> bool {
     contribution(Measure::Largest, &entry.flat).is_finite()
 }
 
-/// Combines one number from each rank.
+/// Reduces one number over the ranks of `group`.
 pub(crate) fn all_reduce(
     group: &ProcessGroup,
     number: f64,
@@ -164,7 +164,7 @@ pub(crate) fn all_reduce(
     Ok(f64::from_ne_bytes(bytes))
 }
 
-/// Returns the contribution of a gradient's elements to a norm.
+/// Returns the contribution of a gradient's elements on this rank to the norm.
 fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
     let flat = match flat.dtype() {
         DType::F32 | DType::F64 => flat.clone(),

@@ -15,13 +15,13 @@ use crate::probes::{LEN, SIDE, element, gradient_of_halves, tensor_of};
 
 const NUM_STEPS: usize = 3;
 
-/// The gradients of a trial.
+/// The magnitudes of a trial's gradients.
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// A value above any threshold of clipping by norm whose square is still finite, if the type allows one.
+    /// A value that exceeds any clipping threshold but has a finite square, if the type has such a value.
     Large,
-    /// Large in the first half of the matrix, small in the second.
+    /// Large values in the first half of the matrix, small ones in the second.
     Halves,
 }
 
@@ -58,7 +58,7 @@ impl Gradients {
 ///
 /// # Errors
 ///
-/// [`Error::WholeTensors`] with the first such parameter; [`Error::NotSharded`].
+/// [`Error::WholeTensors`] with the first parameter whose updates differ; [`Error::NotSharded`].
 pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
     let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
@@ -114,7 +114,8 @@ pub fn check_elementwise_once<M: Module>(
 ///
 /// # Errors
 ///
-/// [`Error::OptimizersDiffer`] on all ranks, with the first such parameter; [`Error::NotSharded`]; a failed collective.
+/// [`Error::OptimizersDiffer`] on all ranks, with the first parameter whose updates differ; [`Error::NotSharded`]; a
+/// failed collective.
 pub fn check_same_optimizer<M: Module>(
     module: &M,
     optimizer: &ModuleOptimizer,
@@ -145,12 +146,12 @@ struct Trial<'a> {
     id: ParamId,
     path: Vec<String>,
     device: Device,
-    /// The element type of the parameter, which may differ from the device's.
+    /// The element type of the parameter, which may differ from the device's default.
     dtype: DType,
 }
 
 impl<'a> Trial<'a> {
-    /// Returns the trial of an optimizer on the parameter with this path.
+    /// Creates a trial of `optimizer` on the parameter at `path`.
     fn of(optimizer: &'a ModuleOptimizer, path: &str, member: &Member) -> Self {
         Self {
             optimizer,
@@ -161,10 +162,10 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Returns true if the matrix and its shards (rows, then flat) get the same bits.
+    /// Returns true if the whole matrix and its shards (as rows, then flat) end with the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
-            // It does not accept a matrix at all, sharded or not; its own error will report that.
+            // The optimizer does not accept a matrix at all, sharded or not; its own error will report that.
             return true;
         };
         let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
@@ -180,7 +181,7 @@ impl<'a> Trial<'a> {
             && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
-    /// Returns the bits of the elements, beginning at `start`, after some steps; `None` after a panic.
+    /// Returns the bits of the elements from `start` on, after some steps; `None` after a panic.
     fn run<const D: usize>(
         &self,
         shape: [usize; D],
@@ -223,7 +224,7 @@ pub struct Probe<const D: usize> {
 }
 
 impl<const D: usize> Probe<D> {
-    /// Creates a module whose only parameter has this path.
+    /// Creates a module with `param` as its only parameter, at `path`.
     pub fn new(path: Vec<String>, param: Param<Tensor<D>>) -> Self {
         Self { path, param }
     }

@@ -18,25 +18,24 @@ use crate::shown::plain;
 /// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
 pub(crate) enum Share {
-    /// The ranks of the group, each with a part.
+    /// Each rank of the group has a part.
     Shard(ProcessGroup),
-    /// All ranks, with the same elements: the parameter is kept whole, and its gradient was reduced.
+    /// All ranks have the same elements: the parameter is kept whole, and its gradient was reduced.
     Everywhere,
-    /// Each rank, with its own gradient: no unit manages the parameter.
+    /// Each rank has its own gradient: no unit manages the parameter.
     Local,
 }
 
-/// One gradient.
+/// The gradient of one parameter.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// Path of the parameter in the module.
     pub(crate) path: String,
     pub(crate) share: Share,
     /// The gradient's elements on this rank, without autodiff.
     pub(crate) flat: Tensor<1>,
 }
 
-/// Returns the gradients of `module` in module order, each once.
+/// Returns the gradients of `module` in module order, each shared parameter's once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {
@@ -68,9 +67,9 @@ pub(crate) fn scaled<M: Module>(
     scaled.map(|()| gradients)
 }
 
-/// Returns the groups over which gradients of `module` are sharded, each once. `root`, the group of all its ranks, is
-/// added if a parameter is not managed or there is no other group. The result depends only on the module, so it is
-/// equal on all ranks.
+/// Returns the distinct groups over which gradients of `module` are sharded. `root`, the group of all its ranks, is
+/// added if a parameter is unmanaged or there is no other group. The result depends only on the module, so it is equal
+/// on all ranks.
 pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessGroup> {
     let mut groups: Vec<ProcessGroup> = Vec::new();
     let mut has_local = false;
@@ -93,9 +92,9 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
     groups
 }
 
-/// Returns the groups in which a single rank [owns](crate::ShardPolicy::one_owner) a parameter of `module`, each once,
-/// in module order, which is the same on all ranks. Other ranks of the group know the owner's optimizer state only if
-/// the owner sends it.
+/// Returns the distinct groups in which a single rank [owns](crate::ShardPolicy::one_owner) a parameter of `module`, in
+/// module order, which is the same on all ranks. Other ranks of the group have the owner's optimizer state only if the
+/// owner sends it.
 ///
 /// Not collective.
 pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
@@ -110,8 +109,8 @@ pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
     groups
 }
 
-/// Returns the path and unit of each sharded parameter of `module`, in module order, with the unit's name as in
-/// [`UnitGradients`].
+/// Returns the path of each sharded parameter of `module` and the name of its unit, as in [`UnitGradients`], in module
+/// order.
 ///
 /// Not collective.
 pub fn units_of_params<M: Module>(module: &M) -> Vec<(String, String)> {
@@ -129,7 +128,7 @@ pub fn shard_groups<M: Module>(module: &M) -> Vec<(String, ProcessGroup)> {
     groups.collect()
 }
 
-/// Returns true if both are handles to the same group.
+/// Returns true if both are handles to the same group of ranks.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other
 }
@@ -149,14 +148,14 @@ pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) 
 pub struct UnitGradients {
     /// Path of the unit's module, `root` for the outermost; empty for parameters that no unit manages.
     pub unit: String,
-    /// Its gradients.
+    /// The gradients of the unit's parameters.
     pub gradients: GradientsParams,
 }
 
 /// Splits the gradients of `module` by unit, for optimizers that step unit by unit. Units are ordered by their first
 /// parameter, and parameters that no unit manages come last. Units without a gradient are skipped, except those in
 /// which a rank [owns](crate::ShardPolicy::one_owner) a trained parameter: only the owner has the gradient, but all
-/// ranks must make the same steps.
+/// ranks must step the same units.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(
@@ -188,7 +187,7 @@ pub fn gradients_by_unit<M: Module>(
     units.collect()
 }
 
-/// A parameter that may have a gradient.
+/// A parameter of a module, for access to its gradient.
 struct Parameter<'a> {
     path: &'a str,
     id: ParamId,
@@ -197,7 +196,7 @@ struct Parameter<'a> {
     by_rank: ByRank,
 }
 
-/// The functions for a gradient, for the parameter's number of dimensions.
+/// Functions on gradients with the parameter's number of dims.
 #[derive(Clone, Copy)]
 struct ByRank {
     get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
@@ -232,7 +231,8 @@ impl Parameter<'_> {
         (self.by_rank.get)(gradients, self.id)
     }
 
-    /// Scales its gradient. If ranks compare bytes, first checks that the gradient is unchanged, and seals the result.
+    /// Scales the parameter's gradient. If ranks compare bytes, first checks that the gradient is unchanged, and seals
+    /// the result.
     fn scale_sealed(
         &self,
         roots: &[Arc<Root>],
@@ -269,7 +269,7 @@ impl Parameter<'_> {
         (self.by_rank.transfer)(from, to, self.id);
     }
 
-    /// Returns true if it is trained and owned by a single rank, this one or another.
+    /// Returns true if the parameter is trained and owned by a single rank, this one or another.
     fn has_owner(&self) -> bool {
         self.member.is_some_and(|member| {
             let is_owned = member.slot().partition.sole_owner().is_some();
@@ -288,8 +288,8 @@ impl Parameter<'_> {
     }
 }
 
-/// Calls `body` for each parameter of `module` in module order, managed or not. Running states count as unmanaged
-/// parameters.
+/// Calls `body` for each parameter of `module` in module order, managed or not. Running states are also passed, as
+/// unmanaged parameters.
 fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();
@@ -308,7 +308,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             member,
             by_rank: match member {
                 Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
-                // The stand-in's functions, because it has the same number of dims.
+                // The functions of the stand-in, which has the same number of dims.
                 _ => *by_rank,
             },
         };
@@ -318,7 +318,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     }
 }
 
-/// A visitor that sees stand-ins instead of shards, and all other parameters.
+/// A visitor that collects all parameters, with stand-ins instead of shards.
 #[derive(Default)]
 struct Plain {
     found: Vec<(String, ParamId, ByRank)>,

@@ -17,26 +17,29 @@ use crate::transport;
 pub enum StateFormat {
     /// 16 bits per element, the upper half of a 32-bit float: 8 bits of precision. Half the memory.
     Bf16,
-    /// 8 bits per element, plus 32 bits per block of [`BLOCK`](Self::BLOCK) elements. The 32 bits are the block's largest magnitude, kept
-    /// exactly. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of Dettmers et al., 2021,
-    /// with 64 levels from a tenth of it upward and half as many for each tenth below. A quarter of the memory.
+    /// 8 bits per element, plus 32 bits per block of [`BLOCK`](Self::BLOCK) elements for the block's largest magnitude,
+    /// which is exact. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of
+    /// Dettmers et al., 2021, with 64 levels from a tenth of it upward and half as many for each decade below. A
+    /// quarter of the memory.
     ///
     /// A step is rejected if a block spans two shards; to prevent this, use [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
 }
 
 impl StateFormat {
-    /// Number of elements in a block of [`Block8`](Self::Block8), counted from the first element of the whole parameter.
+    /// Number of elements in a block of [`Block8`](Self::Block8), counted from the first element of the whole
+    /// parameter.
     pub const BLOCK: usize = 256;
 }
 
-/// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in a
-/// [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the new states.
+/// A Burn optimizer that keeps its states in fewer bits: each 32-bit tensor that `O` keeps for a parameter is stored in
+/// a [`StateFormat`]. A step widens a parameter's states to 32-bit floats, lets `O` update in 32 bits, and rounds the
+/// new states.
 ///
-/// *Rounding is stochastic*: up or down with probabilities by distance, so the mean of many roundings is the value.
-/// With rounding to nearest, an average would never move if each change is below half of the type's resolution: Adam's
-/// second moment with `beta_2` 0.999 changes by a thousandth, but bf16 resolves only 1/256. A nonzero value never
-/// becomes zero, because optimizers may divide by it.
+/// *Rounding is stochastic*: the probability of rounding up is proportional to the distance from the lower value, so
+/// the mean of many roundings is the value itself. With rounding to nearest, an average would never move if each change
+/// is below half of the type's resolution: Adam's second moment with `beta_2` 0.999 changes by a thousandth, but bf16
+/// resolves only 1/256. A nonzero value never becomes zero, because optimizers may divide by it.
 ///
 /// *The bits do not depend on the number of ranks*: a hash of the state's name, its number of steps, and the element's
 /// flat index in the whole parameter decides whether to round up. That index also determines the element's block.
@@ -68,7 +71,7 @@ pub struct LowBitOptimizer<O> {
 }
 
 impl<O: Optimizer> LowBitOptimizer<O> {
-    /// Returns `optimizer` with its states in `format`.
+    /// Wraps `optimizer`, to keep its states in `format`.
     pub fn new(optimizer: O, format: StateFormat) -> Self {
         Self { optimizer, format }
     }
@@ -84,16 +87,15 @@ pub struct LowBitState<S> {
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// The optimizer's own state, as read from a record, until the first step.
+    /// The optimizer's own state after loading a record, until the next step.
     Wide(S),
     Rounded {
         tensors: Vec<(String, Rounded)>,
-        /// The scalars.
+        /// The scalars of the state.
         rest: Arc<StateSink>,
     },
 }
 
-/// A tensor in fewer bits.
 #[derive(Debug, Clone)]
 struct Rounded {
     shape: Shape,
@@ -131,8 +133,8 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         let state = state.and_then(|state| state.widened(&device));
         let (tensor, state) = self.optimizer.step(lr, tensor, grad, state);
         let state = state.map(|state| match is_trial() {
-            // A trial tests the inner optimizer on pieces that belong to no parameter, so there are no indices to round
-            // by.
+            // A trial tests the inner optimizer on pieces that belong to no parameter, so there are no indices for
+            // rounding.
             true => LowBitState {
                 form: Form::Wide(state),
                 num_roundings,
@@ -149,7 +151,7 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         let form = match state.form {
             Form::Wide(state) => Form::Wide(O::to_device(state, device)),
-            // It is assembled on the step's device.
+            // The state is assembled on the step's device.
             rounded => rounded,
         };
         LowBitState { form, ..state }
@@ -183,7 +185,7 @@ impl<S: RecordState> LowBitState<S> {
         })
     }
 
-    /// Returns the optimizer's state; `None` if it cannot be assembled.
+    /// Returns the inner optimizer's state in 32 bits; `None` if it cannot be assembled.
     fn widened(self, device: &Device) -> Option<S> {
         let (tensors, rest) = match self.form {
             Form::Wide(state) => return Some(state),
@@ -215,18 +217,18 @@ fn start_of(current: &Current, format: StateFormat) -> Result<usize, Error> {
     Ok(current.start())
 }
 
-/// Checks all shards, so all ranks get the same answer.
+/// Returns true if any shard ends inside a block. This checks all shards, so all ranks get the same result.
 fn divides_blocks(partition: &Partition) -> bool {
     let len = partition.num_elements();
     let mut ends = partition.ranges().map(|range| range.end);
     ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
-/// The random draws that round the elements of one tensor.
+/// A source of pseudorandom draws that round the elements of one tensor.
 #[derive(Debug, Clone, Copy)]
 struct Rounding {
     seed: u64,
-    /// The flat index of the first element.
+    /// The flat index of the tensor's first element in the whole parameter.
     start: usize,
 }
 
@@ -238,13 +240,13 @@ impl Rounding {
         Self { seed, start }
     }
 
-    /// Returns a 32-bit number for the element at this place in the tensor.
+    /// Returns the 32-bit random number for element `at` of the tensor.
     fn draw(self, at: usize) -> u32 {
         (mixed(self.seed ^ (self.start + at) as u64) >> 32) as u32
     }
 }
 
-/// The finalizer of splitmix64.
+/// Mixes the bits of `word` like splitmix64.
 fn mixed(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -308,7 +310,7 @@ impl Rounded {
     }
 }
 
-/// Returns the upper half of `value`, after adding a number below its lowest bit.
+/// Returns the bits of `value` in bf16. `draw` decides whether to round up or down.
 fn bf16(value: f32, draw: u32) -> u16 {
     let bits = value.to_bits();
     let half = |bits: u32| (bits >> 16) as u16;
@@ -324,8 +326,8 @@ fn bf16(value: f32, draw: u32) -> u16 {
     }
 }
 
-/// The levels of magnitude relative to the largest. Each decade has half as many levels as the next, evenly spaced, and
-/// the last level is the largest magnitude itself.
+/// The levels of magnitude relative to the largest. Each decade has half as many levels as the next larger one, evenly
+/// spaced. The last level is the largest magnitude itself.
 static LEVELS: LazyLock<[f32; 128]> = LazyLock::new(|| {
     const TENTHS: [f64; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
     let mut levels = [0.0; 128];
@@ -370,7 +372,7 @@ fn encode(values: &[f32], draw: impl Fn(usize) -> u32, codes: &mut Vec<i8>) -> f
     scale
 }
 
-/// The optimizer's state and the number of roundings.
+/// A record has the inner optimizer's state and the number of roundings.
 impl<S: RecordState> RecordState for LowBitState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.form {
@@ -410,7 +412,7 @@ mod tests {
         rounded.widened().try_to_vec().expect("floats")
     }
 
-    /// Values of every magnitude, from the smallest number to the largest, and blocks with only small values.
+    /// Returns values of every magnitude, from the smallest number to the largest, and blocks with only small values.
     fn values() -> Vec<f32> {
         let sizes = [
             1e-45,

@@ -1,4 +1,4 @@
-//! The work on gradients between backward and the optimizer.
+//! Processes gradients between backward and the optimizer.
 //!
 //! - `gradients`: the gradients, and the ranks that hold each. `clip`: their norm. `scaler`: loss scaling.
 //! - `elementwise`: the check that an optimizer works on shards. `sealed`: an optimizer whose states are checked for

@@ -48,7 +48,7 @@ impl Default for LossScaler {
 }
 
 impl LossScaler {
-    /// Returns a scaler with its initial scale. All ranks must pass the same settings.
+    /// Returns a scaler with the initial scale from `scaling`. All ranks must pass the same settings.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl LossScaler {
         }
     }
 
-    /// Returns the scaler with the state from a checkpoint.
+    /// Returns the scaler with its state from a checkpoint.
     #[must_use]
     pub fn restored(mut self, state: LossScalerState) -> Self {
         self.state = state;
@@ -94,9 +94,9 @@ impl LossScaler {
         loss.mul_scalar(self.state.scale)
     }
 
-    /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a number; then
-    /// skip the step. Either way, the scale for the next step is set. Call it once per optimizer step, after all
-    /// micro-batches have been accumulated.
+    /// Returns the gradients divided by the scale. Returns `None` if a gradient on any rank is infinite or not a
+    /// number; then skip the step. Either way, the scale for the next step is set. Call this once per optimizer step,
+    /// after all micro-batches have been accumulated.
     ///
     /// Collective over all ranks of the module: one all-reduce of one number.
     ///

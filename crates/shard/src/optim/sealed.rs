@@ -30,7 +30,7 @@ use crate::transport;
 pub struct SealedOptimizer<O>(O);
 
 impl<O: Optimizer> SealedOptimizer<O> {
-    /// Wraps `optimizer`.
+    /// Wraps `optimizer`, to seal its states.
     pub fn new(optimizer: O) -> Self {
         Self(optimizer)
     }
@@ -42,12 +42,12 @@ pub struct SealedState<S>(Form<S>);
 
 #[derive(Debug, Clone)]
 enum Form<S> {
-    /// In the optimizer's form: after loading a record, or if ranks do not compare bytes.
+    /// A whole state: after loading a record, or if ranks do not compare bytes.
     Whole(S),
-    /// In parts, each with its seal.
+    /// Tensors, each with its seal.
     Apart {
         tensors: Vec<(String, TensorData, Option<Seal>)>,
-        /// The scalars.
+        /// The scalars of the state.
         rest: Arc<StateSink>,
     },
 }
@@ -76,7 +76,7 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
         match state.0 {
             Form::Whole(state) => SealedState(Form::Whole(O::to_device(state, device))),
-            // It is reassembled on the device of the step.
+            // The state is reassembled on the step's device.
             apart => SealedState(apart),
         }
     }
@@ -101,7 +101,7 @@ impl<S: RecordState> SealedState<S> {
         Self(Form::Apart { tensors, rest })
     }
 
-    /// Returns the state of the optimizer, checked against the seals; `None` if it cannot be reassembled.
+    /// Returns the inner optimizer's state after checking the seals; `None` if it cannot be reassembled.
     fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
         let (tensors, rest) = match self.0 {
             Form::Whole(state) => return Ok(Some(state)),
@@ -124,7 +124,7 @@ impl<S: RecordState> SealedState<S> {
     }
 }
 
-/// Flips a bit of a state, if a fault is injected there.
+/// Flips a bit of a state tensor, if a test injects that fault.
 fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();
@@ -133,7 +133,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     }
 }
 
-/// The record is the inner optimizer's, without seals, which belong to one run.
+/// A record has only the inner optimizer's state, because seals belong to one run.
 impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.0 {

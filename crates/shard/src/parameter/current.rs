@@ -1,4 +1,4 @@
-//! The parameter that an optimizer works on, which Burn does not pass to it.
+//! The parameter that an optimizer is updating, which Burn does not pass to the optimizer.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -8,17 +8,16 @@ use burn_fsdp_collectives::ProcessGroup;
 use crate::slot::Slot;
 use crate::unit::Unit;
 
-/// The parameter that a mapper is currently mapping.
+/// The sharded parameter that a mapper is mapping.
 #[derive(Clone)]
 pub(crate) struct Current {
     unit: Arc<Unit>,
     slot: usize,
-    /// The ranks that hold its module, if ranks compare bytes.
+    /// The ranks that train its module, if ranks compare bytes.
     pub(crate) sealed_in: Option<ProcessGroup>,
 }
 
 impl Current {
-    /// Returns the parameter in `slot` of `unit`.
     pub(crate) fn new(unit: Arc<Unit>, slot: usize, sealed_in: Option<ProcessGroup>) -> Self {
         Self {
             unit,
@@ -27,7 +26,6 @@ impl Current {
         }
     }
 
-    /// Returns the parameter's slot.
     pub(crate) fn slot(&self) -> &Slot {
         &self.unit.slots[self.slot]
     }
@@ -44,7 +42,7 @@ thread_local! {
     static IS_TRIAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A guard that ends the work on a parameter when dropped, even by unwinding.
+/// A guard that clears the current parameter when dropped, even by unwinding.
 struct Entered;
 
 impl Drop for Entered {
@@ -53,19 +51,19 @@ impl Drop for Entered {
     }
 }
 
-/// Runs `body` as work on `current`.
+/// Runs `body` with `current` as this thread's current parameter.
 pub(crate) fn at<T>(current: Option<Current>, body: impl FnOnce() -> T) -> T {
     let _entered = Entered;
     CURRENT.set(current);
     body()
 }
 
-/// Returns the sharded parameter that this thread is working on, if any.
+/// Returns the sharded parameter that this thread is mapping, if any.
 pub(crate) fn current() -> Option<Current> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Runs `body`, in which an optimizer is tried on pieces of a matrix that represent no elements of a parameter.
+/// Runs `body`, in which an optimizer is tried on a matrix that belongs to no parameter.
 pub(crate) fn trying<T>(body: impl FnOnce() -> T) -> T {
     struct Leave(bool);
     impl Drop for Leave {

@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use burn::module::ParamId;
 
-/// The difference between the ids of a stand-in and its shard.
+/// The bits in which the ids of a stand-in and its shard differ.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// The difference that distinguishes an unsettled id from all ids in records.
+/// The bits in which an unsettled id differs from the shard's previous id.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
 /// Returns the stand-in's id for a shard's id, and vice versa.
@@ -26,7 +26,7 @@ pub(crate) fn counterpart(id: ParamId) -> ParamId {
     ParamId::from(id.val() ^ COUNTERPART)
 }
 
-/// The id of a shard, the same for all clones of it.
+/// The id of a shard, shared by all its clones.
 #[derive(Debug, Clone)]
 pub(crate) struct Identity(Arc<Cell>);
 
@@ -37,7 +37,6 @@ struct Cell {
 }
 
 impl Identity {
-    /// Returns an identity with a known id.
     pub(crate) fn new(id: ParamId) -> Self {
         Self::with(id, true)
     }
@@ -112,11 +111,11 @@ mod tests {
         let identity = Identity::new(id).unsettled();
         assert_ne!(identity.id(), id);
         assert_ne!(identity.id(), counterpart(id));
-        // The record was taken before sharding.
+        // A record from before sharding has the shard's own id.
         let clone = identity.clone();
         assert_eq!(identity.settle(id), counterpart(id));
         assert_eq!(clone.id(), counterpart(id));
-        // Settled once.
+        // An identity is settled only once.
         assert_eq!(identity.settle(ParamId::new()), counterpart(id));
     }
 }

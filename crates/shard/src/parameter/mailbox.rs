@@ -9,13 +9,13 @@ use crate::unit::Unit;
 
 /// A message from a stand-in, during a load or a record, to the shard next to it, which Burn visits next.
 pub(crate) enum Handed {
-    /// The shard's new value.
+    /// A new value for the shard.
     Value {
         value: Box<Tensor<1>>,
         /// True if the stand-in has kept its id.
         keeps_id: bool,
     },
-    /// The whole parameter has already been recorded.
+    /// Notice that the whole parameter has already been recorded.
     Recorded,
 }
 
@@ -28,8 +28,8 @@ pub(crate) fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
     HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
 }
 
-/// Takes the message that the stand-in of this parameter has just left. A message for another parameter is left from an
-/// interrupted walk, and is dropped.
+/// Takes the message that the stand-in of this parameter has just left. Drops a message for another parameter, which
+/// remains from an interrupted walk.
 fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
     let (of, at, handed) = HANDED.take()?;
     (of == Arc::as_ptr(unit) && at == index).then_some(handed)
@@ -43,12 +43,12 @@ pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, b
     }
 }
 
-/// Takes the message; returns true if the current visitor has just recorded the parameter.
+/// Takes the message, and returns true if the current visitor has just recorded the parameter.
 pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
     matches!(take_handed(unit, index), Some(Handed::Recorded))
 }
 
-/// Replaces the value of the next shard that the current walk visits.
+/// Replaces the value of this shard when the current walk reaches it.
 pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
     let keeps_id = true;
     let value = Box::new(value);

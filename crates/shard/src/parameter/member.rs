@@ -1,7 +1,7 @@
 //! The sharded parameters of a module, and the walk that finds them.
 //!
-//! Burn's visitors see a reparameterization's tensors, not the reparameterization itself. During such a walk,
-//! the engine's reparameterization adds itself to the members that this thread collects.
+//! Burn's visitors see a reparameterization's tensors, not the reparameterization itself. During a walk of the engine,
+//! its reparameterizations add themselves to the members that this thread collects.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -23,20 +23,19 @@ use crate::unit::Unit;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
-    /// The copy of the module.
     pub(crate) copy: Copied,
-    /// The id of the value that optimizers and gradients see.
+    /// The id that optimizers and gradients use for the parameter.
     pub(crate) id: ParamId,
-    /// True for every field of a shared parameter except the first, through which it is a member.
+    /// True for every field of a shared parameter except the first.
     pub(crate) is_tied: bool,
-    /// An uncounted reference, used to read the full parameter.
+    /// An uncounted reference for reading the full parameter.
     owned: Owned,
-    /// The parent of the full parameter in a graph.
+    /// The graph parent of the full parameter.
     parent: Tensor<1>,
 }
 
 impl Clone for Member {
-    /// Returns the same member: unlike a clone of the module, this does not create a copy with another number.
+    /// Returns the same member. Unlike a clone of the module, it is not a copy with another number.
     fn clone(&self) -> Self {
         Self {
             generation: self.generation.clone(),
@@ -53,12 +52,11 @@ impl Member {
         self.owned.full(self.parent.clone())
     }
 
-    /// Returns all values of the unit in this copy of the module, in the form that the model's code sees.
+    /// Returns all values of the unit in this copy of the module.
     pub(crate) fn values(&self) -> Arc<Generation> {
         self.owned.values()
     }
 
-    /// Returns the link to the root of its unit.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         self.owned.root_link()
     }
@@ -82,10 +80,10 @@ thread_local! {
     static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
-/// Visits `module` without its shards. Returns the shards, and the other fields that share them. The visit settles the
-/// shards' ids from their stand-ins.
+/// Visits `module` without its shards. Returns its sharded parameters, and the other fields that share them. Settles
+/// the shards' ids from their stand-ins.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
-    // These are left from an earlier interrupted walk.
+    // Members may remain from a walk that was interrupted.
     drop(MEMBERS.take());
     within(Purpose::Inspect, || {
         path::visit(module, &mut Noting(visitor))
@@ -119,7 +117,8 @@ impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
     }
 }
 
-/// Adds a parameter to the members that a walk on this thread collects. Returns true if a walk is in progress.
+/// Called when a walk reaches a sharded parameter: adds it to the members that an engine's walk on this thread
+/// collects. Returns true if such a walk is in progress.
 pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;
@@ -142,7 +141,8 @@ pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool 
     true
 }
 
-/// Adds a tied field to the members that a walk on this thread collects. `of` holds the shared parameter's values.
+/// Called when an engine's walk reaches a tied field: adds it to the members that this thread collects. `of` holds the
+/// shared parameter's values.
 pub(crate) fn answer_tied(of: Owned) {
     let index = of.slot;
     let parent = of.own_leaf(index);

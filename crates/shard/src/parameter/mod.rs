@@ -25,7 +25,7 @@ use crate::thrown::throw;
 pub(crate) use sharded::ShardedParam;
 use tied::TiedParam;
 
-/// The engine's attachment to a stand-in.
+/// What the engine attaches to a stand-in.
 #[derive(Debug, Clone)]
 pub(crate) enum Attached {
     /// The parameter itself.
@@ -48,7 +48,7 @@ pub(crate) enum Attached {
 pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
     match param.reparameterization::<Attached>() {
         Some(Attached::Own(sharded)) => sharded.settled_id(param.id),
-        // Its stand-in has the same recorded id as the first field's.
+        // The stand-in of a tied field has the same id in records as the first field's.
         Some(Attached::Tied(_)) => identity::counterpart(param.id),
         None => param.id,
     }
@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A field that shares another field's parameter has no value to map or move.
+/// A tied field has no value to map or move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

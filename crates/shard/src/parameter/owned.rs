@@ -15,35 +15,34 @@ use crate::root::{Place, Root};
 /// and must not make an abandoned copy look alive.
 pub(crate) struct Owned {
     generation: Arc<Generation>,
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     copy: Copied,
     clones: Arc<Clones>,
-    /// False if a graph holds it.
+    /// False for a reference that a graph holds.
     is_counted: bool,
     root_link: Arc<RootLink>,
 }
 
-/// The copies made of a parameter in one copy of the module: their number, and the last one.
+/// The copies made of one parameter in one copy of the module: their number, and the last one.
 #[derive(Default)]
 pub(crate) struct Clones(Mutex<(u64, Option<LastClone>)>);
 
-/// A copy, and the copies made of it.
+/// A copy of the module, and the copies made of it.
 type LastClone = (Copied, Weak<Clones>);
 
 impl Clones {
-    /// Returns the number of copies that were created.
+    /// Returns the number of copies made.
     pub(super) fn count(&self) -> u64 {
         self.0.lock().0
     }
 
-    /// Returns the last copy that was created, if any part of it still exists.
+    /// Returns the last copy made, if any part of it still exists.
     pub(super) fn last(&self) -> Option<(Copied, Arc<Self>)> {
         let last = self.0.lock().1.clone();
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
     }
 
-    /// Returns the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
+    /// Makes the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
     fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
         let mut made = self.0.lock();
         let next = Copied {
@@ -116,10 +115,10 @@ impl Owned {
         }
     }
 
-    /// Returns the reference to the result of `transition` for the parameter, in `generation`.
+    /// Returns the reference to the same parameter in `generation`, after `transition`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         let copy = match transition {
-            // The original module stays.
+            // The module that was passed to `valid` still exists, so this is another copy.
             Transition::Valid => self.clones.add(self.copy),
             Transition::Map | Transition::Train | Transition::Device => {
                 (self.copy, self.clones.clone())
@@ -128,7 +127,6 @@ impl Owned {
         Self::of(generation, self.slot, copy, self.root_link.clone())
     }
 
-    /// Returns the copies made of the parameter.
     pub(super) fn clones(&self) -> &Arc<Clones> {
         &self.clones
     }
@@ -138,7 +136,6 @@ impl Owned {
         self.copy
     }
 
-    /// Returns the link to the unit's root.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         &self.root_link
     }
@@ -163,7 +160,7 @@ impl Owned {
 impl Clone for Owned {
     fn clone(&self) -> Self {
         let copy = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is part of the enclosing one.
+            // The copy for a recomputed region counts as the same copy.
             (self.copy, Arc::default())
         } else {
             self.clones.add(self.copy)

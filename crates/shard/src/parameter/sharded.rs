@@ -33,7 +33,7 @@ pub(crate) struct ShardedParam {
     /// The id, which takes precedence over the id in `value`: a record cannot change that one in time.
     identity: Identity,
     generation: Owned,
-    /// The factors of its adapter, for optimizers and records; the engine reads them from their slots.
+    /// The factors of the parameter's adapter, for optimizers and records; the engine reads them from their slots.
     adapter: Option<Box<LoraAdapter>>,
 }
 
@@ -71,7 +71,7 @@ impl ShardedParam {
         self.generation.full(self.value.parent())
     }
 
-    /// Returns the record of its copies, for the fields that share it.
+    /// Returns the copies made of the parameter, which the fields that share it follow.
     pub(crate) fn clones(&self) -> &Arc<Clones> {
         self.generation.clones()
     }
@@ -112,7 +112,7 @@ impl ShardedParam {
         }
     }
 
-    /// Returns the value under its settled id.
+    /// Returns `value` under its settled id.
     fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
         value.clone().with_id(identity.shown(path))
     }
@@ -147,8 +147,7 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
     ))
 }
 
-/// Maps over the optimizer's view of a parameter. If `mapper` may be an optimizer's first step, tries the optimizer
-/// first.
+/// Maps over the optimizer's view of a parameter. If `mapper` may be an untried optimizer, tries it first.
 fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
     let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];

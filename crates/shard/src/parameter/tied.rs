@@ -29,13 +29,10 @@ const RECORDED_TWICE: &str =
 
 /// The part of a tied field that is the same in all copies of the module.
 pub(crate) struct Tie {
-    /// The unit of the parameter.
     pub(crate) copies: Copies,
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
-    /// Number of the field among those that share the parameter; 0 for the first.
+    /// Number of the field among the fields that share the parameter; 0 for the first.
     pub(crate) field: usize,
-    /// Path of the field.
     pub(crate) path: String,
     /// The layer around it, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
@@ -47,11 +44,11 @@ pub(crate) struct TiedParam {
     tie: Arc<Tie>,
     /// The copy of the module that it belongs to; `None` if it was created without the first field.
     copy: Option<Held>,
-    /// The values that a backward graph may need when the module is gone.
+    /// The values for a backward graph, which may need them after the module is dropped.
     of_graph: Option<Arc<Generation>>,
 }
 
-/// The first field's copy of the module.
+/// The first field's copy of the module, as this field last saw it.
 struct Held {
     copy: Copied,
     /// The copies made of the first field.
@@ -69,7 +66,8 @@ impl Held {
         }
     }
 
-    /// Returns the latest copy of the first field, if any, since fields are copied in module order.
+    /// Returns the latest copy of the first field, if it is newer than this field. The first field is always copied
+    /// first, because fields are copied in module order.
     fn followed(&self) -> Option<Self> {
         let count = self.clones.count();
         let is_new = self.num_seen.swap(count, Ordering::Relaxed) != count;
@@ -111,7 +109,8 @@ impl TiedParam {
         }
     }
 
-    /// Returns the full parameter in the form that the model's code sees. Collective.
+    /// Returns the full parameter of the first field in the same copy, in the form that the model's code sees.
+    /// Collective.
     pub(super) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         let (copy, values) = self.values()?;
         let Tie { slot, field, .. } = *self.tie;
@@ -126,7 +125,7 @@ impl TiedParam {
             .access(&values, place, copy, parent)
     }
 
-    /// Returns the copy of the module, and the unit's values in it.
+    /// Returns the copy of the module that this field belongs to, and the unit's values in it.
     fn values(&self) -> Result<(Copied, Arc<Generation>), Error> {
         let held = self.copy.as_ref().and_then(|held| {
             let values = self.tie.copies.held_by(held.copy.number, self.tie.slot);
@@ -136,7 +135,7 @@ impl TiedParam {
         held.ok_or_else(|| self.tie.refused(ALONE))
     }
 
-    /// Adds itself to the members that one of the engine's walks collects; other walks do not see it.
+    /// Adds the field to the members that one of the engine's walks collects; other walks do not see it.
     pub(super) fn answer(&self) {
         if !is_within(Purpose::Inspect) {
             // The whole value has just been recorded under the field's own path.
@@ -169,7 +168,7 @@ impl TiedParam {
 impl Clone for TiedParam {
     fn clone(&self) -> Self {
         let (copy, of_graph) = if is_within(Purpose::CopyForGraph) {
-            // A recomputed region's module is part of the enclosing one.
+            // The copy for a recomputed region counts as the same copy.
             let same = |held: &Held| Held::new((held.copy, held.clones.clone()));
             let values = self.values().ok().map(|(_, values)| values);
             (self.copy.as_ref().map(same), values)

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
 use crate::thrown::throw;
 
-/// A request for a full parameter: one parameter in one use of its unit.
+/// A handle with which backward requests one full parameter of one use of a unit.
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) root: Arc<Root>,
@@ -67,7 +67,7 @@ impl Weight for Access {
     }
 }
 
-/// The milestone at which all gradients of one use of a unit have arrived.
+/// The milestone of the link at which all gradients of one use of a unit have arrived.
 #[derive(Debug)]
 pub(super) struct UnitEnd {
     root: Arc<Root>,
@@ -76,7 +76,7 @@ pub(super) struct UnitEnd {
 }
 
 impl UnitEnd {
-    /// Returns the end of the use `use_id` of the unit of `generation`.
+    /// Creates the milestone for the use `use_id` of the unit of `generation`.
     pub(super) fn new(root: &Arc<Root>, generation: &Arc<Generation>, use_id: u64) -> Arc<Self> {
         Arc::new(Self {
             root: root.clone(),
@@ -97,7 +97,7 @@ impl Announce for UnitEnd {
     }
 }
 
-/// The milestone at which every gather's backward has run.
+/// The milestone of the first link, which backward reaches after all gathers' nodes.
 #[derive(Debug)]
 pub(super) struct Finish(pub(super) Arc<Root>);
 

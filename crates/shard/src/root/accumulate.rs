@@ -1,4 +1,4 @@
-//! Gradients that wait on this rank: for the other gradients of their use, a reduction, or the end of backward.
+//! Gradients that wait on this rank: for other gradients of the same use, a reduction, or the end of backward.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,39 +14,39 @@ use crate::slot::Slots;
 use crate::transport::cast;
 use crate::unit::Unit;
 
-/// The description of a gradient that waits for another backward.
+/// The description of a held-back gradient in messages.
 const HELD: &str = "the gradient held back";
 
-/// A full gradient, counted as memory while it exists.
+/// A full gradient, counted as unsharded memory while it exists.
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
     pub(super) tag: Tag,
-    /// Checksum of the gradient while it waits for another backward, if ranks compare bytes.
+    /// Checksum of the gradient while it is held back for another backward, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 
-/// A gradient that is not counted.
+/// A gradient whose memory is not counted.
 pub(super) struct Tagged {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
 }
 
-/// One replica's gradient of a shard, with its seal if ranks compare bytes.
+/// One replica's reduced gradient of a shard, with its seal if ranks compare bytes.
 pub(super) struct Sum {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
     pub(super) seal: Option<Seal>,
 }
 
-/// A unit whose backward has ended.
+/// A unit whose part of backward has ended, with the gradients that wait for the end of backward.
 pub(super) struct Ended {
     pub(super) generation: Arc<Generation>,
     /// Gradients of parameters kept whole, by slot.
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that wait on this rank.
+/// The gradients that wait on this rank, by the event that they wait for.
 #[derive(Default)]
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's gradients are complete.
@@ -62,8 +62,7 @@ pub(super) struct Accumulation {
 }
 
 impl Accumulation {
-    /// Keeps the gradients of one use of a unit on this rank, in the type in which they will be
-    /// reduced.
+    /// Holds back the gradients of one use of a unit on this rank, in the type in which they will be reduced.
     pub(super) fn hold(
         &mut self,
         pool: &BufferPool,
@@ -100,7 +99,7 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Adds the previously held-back gradients to the gradients of one use of `unit`.
+    /// Adds the gradients held back by earlier backwards to `gradients`, from one use of the unit.
     pub(super) fn add_held(
         &mut self,
         generation: &Generation,
@@ -122,21 +121,21 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients on the shards count only if
-    /// it is the last.
+    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients that wait on the shards
+    /// count only if `is_last`.
     pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
         let index = unit.position();
         let is_due = is_last && unit.crosses() && self.partial.contains_key(&index);
         unit.syncs() && (is_due || self.held.contains_key(&index))
     }
 
-    /// Returns the bytes of gradients held back.
+    /// Returns the total bytes of held-back gradients.
     pub(super) fn held_bytes(&self) -> usize {
         let held = self.held.values().flat_map(|held| held.iter()).flatten();
         held.map(|gradient| gradient.account.len()).sum()
     }
 
-    /// Returns the entry for a unit whose backward has ended; created on first use.
+    /// Returns the entry for a unit whose backward has ended, and creates it if necessary.
     fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
         let known = self
             .ended
@@ -152,7 +151,7 @@ impl Accumulation {
         &mut self.ended[index]
     }
 
-    /// Sets aside the gradients that are reduced at the end of backward.
+    /// Sets aside the gradients of parameters kept whole, which are reduced at the end of backward.
     pub(super) fn keep_whole(
         &mut self,
         generation: &Arc<Generation>,
@@ -162,7 +161,7 @@ impl Accumulation {
         for slot in generation.whole_slots() {
             if let Some(gradient) = gradients[slot].take() {
                 let to = generation.unit.slots[slot].elements.reduce.dtype;
-                // Gradients that were held back are in the type in which they are reduced.
+                // Held-back gradients already have the type in which they are reduced.
                 whole[slot] = Some(match whole[slot].take() {
                     Some(earlier) => Tagged {
                         tensor: cast(earlier.tensor, to) + cast(gradient.tensor, to),
@@ -179,7 +178,6 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Checks that the held-back gradient is unchanged.
     fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
         let group = &generation.unit.groups.shard;
         seal::check(group, self.seal.as_ref(), &self.tensor, named)

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::schedule::{Next, Operation, Step};
 
 impl Progress {
-    /// Issues the operations before `operation` in the order, then gathers `generation` and waits for it.
+    /// Issues the operations that precede `operation` in the order, then gathers `generation` and waits for it.
     pub(super) fn unshard(
         &mut self,
         root: &Root,
@@ -23,7 +23,7 @@ impl Progress {
                 None => {}
                 Some(ahead) if ahead.is_for(generation) => {}
                 Some(ahead) => {
-                    // The other ranks already got their data from it; this rank requests it again.
+                    // The other ranks already got their data from this gather; this rank requests it again.
                     ahead.discard();
                     let order = self.order.current();
                     position.into_iter().for_each(|place| order.mislead(place));
@@ -43,7 +43,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Issues all operations in the order before `wanted`, and returns the place of `wanted`, if it is in the order.
+    /// Issues all operations that precede `wanted` in the order, and returns the place of `wanted`, if the order has
+    /// it.
     ///
     /// If the order lacks `wanted`, all ranks meet at its end and agree from there. They all reach the end of backward
     /// together, where the order is closed.
@@ -136,8 +137,8 @@ impl Progress {
         }
     }
 
-    /// Returns the values of `operation`'s unit in the module copy of this pass; in backward, the values of its
-    /// forward.
+    /// Returns the values of `operation`'s unit in the module copy that this pass uses. In backward, these are the
+    /// values that its forward used.
     pub(super) fn copy_in_use(
         &self,
         root: &Root,
@@ -159,8 +160,8 @@ impl Progress {
         })
     }
 
-    /// Starts the gathers that follow `position`, up to the limit. The decision depends only on the order, so
-    /// it is the same on all ranks.
+    /// Starts the gathers that follow `position` in the order, up to the prefetch limit. This depends only on the
+    /// order, so it is the same on all ranks.
     fn prefetch_after(&mut self, root: &Root, position: Option<usize>) -> Result<(), Error> {
         let Some(position) = position else {
             return Ok(());

@@ -18,19 +18,19 @@ use crate::slot::{Element, Slot};
 use crate::transport::cast;
 use crate::unit::Unit;
 
-/// The element type of reduced gradients on arrival.
+/// The element type in which the results of a reduction arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// The type in which each parameter is held.
+    /// The type in which the parameters are held.
     AsHeld,
-    /// The type in which each gradient is sent, because one reduction gives all its results one type and the parameters
-    /// have several.
+    /// The type in which each gradient is sent, if the parameters have several types: one reduction gives all its
+    /// results the same type.
     AsReduced,
 }
 
 impl Arrival {
-    /// Returns `reduction` with the element type of its results, for the gradients of `slots`, and
-    /// their arrival.
+    /// Returns `reduction` with the element type of its results for the gradients of `slots`, and the matching
+    /// [`Arrival`].
     pub(super) fn of<'a>(
         reduction: Averaging,
         slots: impl Iterator<Item = &'a Slot> + Clone,
@@ -73,8 +73,8 @@ impl Arrival {
         }
     }
 
-    /// Returns the data in `buffer`, in its held type and in its own memory, because an optimizer may overwrite a
-    /// gradient, and the result outlives the step.
+    /// Returns the data in `buffer` as a tensor of the parameter's held type, in its own memory: an optimizer may
+    /// overwrite a gradient, and the gradient outlives the step.
     fn tensor(
         self,
         unit: &Unit,
@@ -89,24 +89,24 @@ impl Arrival {
     }
 }
 
-/// A gradient as input of a reduction.
+/// A gradient, as input to a reduction.
 pub(super) struct Given {
     pub(super) source: Source,
     /// The gradient's tag; `None` if this rank has no gradient.
     pub(super) tag: Option<Tag>,
 }
 
-/// A reduced gradient on arrival.
+/// A reduced gradient, as a reduction returned it.
 pub(super) struct Arrived {
     pub(super) buffer: Buffer,
-    /// True if any rank has a gradient.
+    /// True if any rank has the gradient.
     pub(super) is_used: bool,
     pub(super) tag: Tag,
     /// The gradient's checksum, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
 }
 
-/// Returns the results of a reduction over `ranks`, whose notes are in `received`.
+/// Returns the results of a reduction over `ranks` ranks, from the buffers and notes in `received`.
 pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -> Vec<Arrived> {
     let (number, notes) = (received.buffers.len(), received.notes);
     let scale = scale_of(reduction, ranks);
@@ -125,7 +125,7 @@ pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -
         .collect()
 }
 
-/// Returns the reduced gradients of `leaves` that any rank used, except for parameters that another rank
+/// Returns the reduced gradients of `leaves`, except those that no rank has, and those of parameters that another rank
 /// owns.
 pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
@@ -172,8 +172,8 @@ pub(super) fn sum(
     })
 }
 
-/// Returns a reduced gradient in the form that Burn expects; `None` if its parameter has no node or another rank owns
-/// it.
+/// Returns a reduced gradient as a gradient of its parameter's leaf; `None` if the parameter is frozen, or another rank
+/// owns it.
 pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
     let slot = &generation.unit.slots[index];
     let rank = generation.unit.groups.shard.rank();
@@ -192,7 +192,7 @@ pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option
     })
 }
 
-/// Returns a gradient as input of a reduction, after the policy's hook; zeros if this rank has none.
+/// Returns a gradient as input to a reduction, after the policy's hook; zeros if this rank has none.
 pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
     let Some(gradient) = gradient else {
         let bytes = slot.partition.num_elements() * slot.elements.reduce.size();

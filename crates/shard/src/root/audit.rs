@@ -19,7 +19,7 @@ use crate::unit::Unit;
 /// Maximum number of operations that an error lists.
 const MOST_OPERATIONS: usize = 64;
 
-/// The units of a root at the end of a step.
+/// The state of a root's units at the end of a step.
 struct AtEnd<'a> {
     root: &'a Root,
     audited: &'a Audited,
@@ -33,7 +33,7 @@ impl AtEnd<'_> {
         Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
     }
 
-    /// Returns true if gradients of `parameter` are reduced in this step instead of waiting for a later one.
+    /// Returns true if gradients of `parameter` are reduced in this step instead of a later one.
     fn is_reduced(&self, parameter: usize) -> bool {
         self.slot(parameter).is_none_or(|(unit, slot)| {
             let crosses = unit.crosses() || unit.slots[slot].holding == Holding::Whole;
@@ -41,7 +41,6 @@ impl AtEnd<'_> {
         })
     }
 
-    /// Returns whether a reduced gradient of the parameter is due on this rank.
     fn due(&self, unit: &Unit, slot: usize) -> Due {
         if unit.slots[slot].is_elsewhere(unit.groups.shard.rank()) {
             return Due::No;
@@ -58,7 +57,7 @@ impl AtEnd<'_> {
         }
         match (trained.contains(&true), trained.contains(&false)) {
             (true, false) => Due::Yes,
-            // It is frozen in one of the copies used, and the held-back gradients may have been that copy's.
+            // The parameter is frozen in one of the copies used, and the held-back gradients may be from that copy.
             (true, true) => Due::Unclear,
             (false, _) => Due::No,
         }
@@ -103,7 +102,7 @@ impl AtEnd<'_> {
         slot.map_or_else(String::new, |(unit, slot)| unit.slots[slot].path.clone())
     }
 
-    /// Describes the collectives that carried gradients of the unit, in sequence, and the order of the step.
+    /// Describes the collectives that carried gradients of the unit, in sequence, and the step's order of operations.
     fn operations(&self, unit: usize) -> String {
         let carried = self.audited.carried.iter();
         let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
@@ -169,7 +168,7 @@ impl AtEnd<'_> {
     }
 }
 
-/// Returns the policy's factor for a sum over `ranks`.
+/// Returns the factor by which the policy multiplies a sum over `ranks` ranks.
 fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
     match factors {
         None => Tag::from(field::inverse(ranks as u64)),
@@ -181,7 +180,7 @@ fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
 }
 
 impl Root {
-    /// Called after reduced gradients for these leaves were passed to Burn.
+    /// Tells the auditor that the reduced gradients of these leaves were passed to Burn.
     pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
         let mut progress = self.progress();
         let audited = &mut progress.audited;
@@ -224,15 +223,15 @@ impl Root {
         })
     }
 
-    /// Returns the number of steps that have been audited.
+    /// Returns the number of backwards whose audit completed and passed.
     pub(crate) fn num_audited(&self) -> u64 {
         self.progress().audited.auditor.num_audited()
     }
 }
 
 impl Progress {
-    /// Decides whether the new step is audited. All ranks decide alike, because the decision depends only on switches
-    /// and order.
+    /// Decides whether the new step is audited. The decision is the same on all ranks, because it depends only on the
+    /// switches and the order.
     pub(super) fn begin_audit(&mut self, root: &Root) {
         let order = self.order.schedules.last();
         let is_at_start = order.is_untouched();

@@ -1,4 +1,4 @@
-//! The data for the audit of a step.
+//! The data that the audit of a step needs.
 
 use std::sync::Arc;
 
@@ -10,10 +10,9 @@ use crate::copies::Generation;
 use crate::schedule::Note;
 use crate::unit::Unit;
 
-/// The data for the audit of a step.
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
-    /// The number of each unit's first parameter, followed by the number of all parameters.
+    /// The number of the first parameter of each unit, and finally the total number of parameters.
     pub(super) first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
     pub(super) reduced: Vec<Arc<Generation>>,
@@ -21,7 +20,7 @@ pub(super) struct Audited {
     pub(super) carried: Vec<(Option<usize>, String)>,
 }
 
-/// No step and no units.
+/// Audits nothing, and has no units.
 impl Default for Audited {
     fn default() -> Self {
         Self::new(Audit::Off, 0)
@@ -29,7 +28,6 @@ impl Default for Audited {
 }
 
 impl Audited {
-    /// Returns the audit data of a rank, with no units yet.
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
@@ -39,7 +37,7 @@ impl Audited {
         }
     }
 
-    /// Restarts for units with these numbers of parameters.
+    /// Resets the data for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
         let mut all = 0;
         self.first = vec![0];
@@ -50,7 +48,7 @@ impl Audited {
         self.auditor = self.auditor.over(all);
     }
 
-    /// Returns the audit data that remains after an error.
+    /// Returns the data after an error: the auditor and the units, without the step's gradients.
     pub(super) fn after_error(self) -> Self {
         Self {
             auditor: self.auditor.after_error(),
@@ -60,7 +58,6 @@ impl Audited {
         }
     }
 
-    /// Returns the tag of a new gradient of a parameter.
     pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
         match self.first.get(unit.position() + 1) {
             Some(_) => self.auditor.came(self.first[unit.position()] + slot),
@@ -87,7 +84,7 @@ impl Audited {
         }
     }
 
-    /// Returns the note of a reduction of gradients with these tags; `None` for a gradient that this rank
+    /// Returns the note of a reduction of gradients with these tags, which are `None` for gradients that this rank
     /// lacks.
     pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
         let mut note = flags(given.clone());
@@ -118,7 +115,7 @@ impl Audited {
         }
     }
 
-    /// Records the ranks' messages in these notes.
+    /// Passes the auditor the audit data in the ranks' notes.
     pub(super) fn hear(&mut self, notes: &[Note]) {
         if self.auditor.is_auditing() {
             self.auditor
@@ -126,13 +123,13 @@ impl Audited {
         }
     }
 
-    /// Returns the unit and the slot of a parameter.
+    /// Returns the unit and the slot that a parameter number stands for.
     pub(super) fn owner(&self, parameter: usize) -> (usize, usize) {
         let unit = self.first.partition_point(|&first| first <= parameter) - 1;
         (unit, parameter - self.first[unit])
     }
 
-    /// Returns the parameter whose leaf is `node`.
+    /// Returns the number of the parameter whose leaf is `node`.
     pub(super) fn parameter_of(&self, node: NodeId) -> Option<usize> {
         self.reduced.iter().find_map(|generation| {
             let mut slots = 0..generation.unit.slots.len();

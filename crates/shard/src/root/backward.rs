@@ -17,7 +17,7 @@ use crate::schedule::Operation;
 use crate::unit::Unit;
 
 impl Root {
-    /// Returns the full parameter, for a recomputation inside backward.
+    /// Returns the full parameter for a node in backward, and gathers the unit again if necessary.
     pub(super) fn regather(
         &self,
         generation: &Arc<Generation>,
@@ -37,7 +37,7 @@ impl Root {
         })
     }
 
-    /// Accepts a full gradient.
+    /// Keeps a full gradient until the backward of its use ends.
     pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
         let bytes = match unit.slots[slot].is_gathered() {
             true => unit.slots[slot].unsharded_bytes(),
@@ -67,8 +67,8 @@ impl Root {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            // Without a reduction there may be no optimizer step before the next forward, so weights that
-            // stay from forward to backward may also stay until then.
+            // Without a reduction there may be no optimizer step before the next forward. So weights that stay from
+            // forward to backward may then also stay until that forward.
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
             // A gather in progress is for another use of the unit.
@@ -95,11 +95,11 @@ impl Root {
         })
     }
 
-    /// Ends backward: nothing of this step is left pending. Returns the gradients of completed reductions.
+    /// Ends backward and completes all pending work of the step. Returns the gradients of completed reductions.
     pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {
-                // Two forwards in one loss end twice; the first end does all the work.
+                // Two forwards in one loss end backward twice; the first end does all the work.
                 return Ok(Vec::new());
             }
             progress.finish(self)
@@ -107,7 +107,7 @@ impl Root {
     }
 
     /// Ends a step whose loss used no unit on this rank, so none of the engine's nodes ran. Takes part in all
-    /// operations of the other ranks, with the values of `copy`.
+    /// operations of the other ranks, with the values of copy `copy` of the module.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.uses.pass.is_none() {
@@ -139,14 +139,14 @@ impl Progress {
         Ok(std::mem::take(&mut self.reductions.done))
     }
 
-    /// Reduces what earlier backwards left for units that this step did not use: unreduced gradients, and sums that
-    /// wait on the shards.
+    /// Reduces the gradients that earlier backwards left for units that this step did not use: unreduced gradients, and
+    /// reduced ones that wait on the shards.
     fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
         let gradients = &self.gradients;
         let waiting = gradients.held.keys().chain(gradients.partial.keys());
         let waiting: BTreeSet<usize> = waiting.copied().collect();
         for index in waiting {
-            // An earlier operation in the order may have included them.
+            // An earlier operation in the order may have included these gradients.
             let waits = |unit: Arc<Unit>| self.gradients.wait_for(&unit, root.is_last());
             if root.unit(index).is_some_and(waits) {
                 let operation = Operation::Reduce(index);

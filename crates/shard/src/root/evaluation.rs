@@ -11,10 +11,10 @@ use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::schedule::Operation;
 
-/// The note of a rank that needs nothing more.
+/// What a rank that needs no more units sends.
 const DONE: u32 = u32::MAX;
 
-/// The note of a rank that failed.
+/// What a rank that failed sends.
 const FAILED: u32 = u32::MAX - 1;
 
 /// A unit of the evaluated module, with its root.
@@ -26,9 +26,9 @@ pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }
 
-/// An evaluation by the ranks of a group.
+/// An evaluation that all ranks of a group take part in.
 struct Evaluated {
-    /// The outermost root of the module.
+    /// The outermost root of the evaluated module.
     root: Arc<Root>,
     group: ProcessGroup,
     /// The units, in the module's order, of the copy of the module that all ranks evaluate.
@@ -43,7 +43,8 @@ pub(crate) struct Evaluation(Arc<Evaluated>);
 impl Drop for Evaluation {
     fn drop(&mut self) {
         for (root, generation) in &self.0.units {
-            // This breaks their reference cycle. It also drops units that only some ranks gathered last.
+            // This breaks the reference cycle between root and evaluation. It also drops units that only some ranks
+            // gathered last.
             root.progress().routes = None;
             Copies::of(generation).drop_full_of(generation.version());
         }
@@ -55,8 +56,8 @@ impl Evaluation {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside another one; [`Error::Option`] for units of several groups; [`Error::Collective`] if
-    /// full parameters have been corrupted, if ranks compare bytes.
+    /// [`Error::State`] inside another evaluation; [`Error::Option`] for units of several groups; [`Error::Collective`]
+    /// if ranks compare bytes and full parameters are corrupted.
     pub(crate) fn begin(root: &Arc<Root>, units: Vec<Evaluable>) -> Result<Self, Error> {
         let group = units.first().map_or(&root.group, |(root, _)| &root.group);
         if let Some((other, generation)) = units.iter().find(|(root, _)| root.group != *group) {
@@ -81,8 +82,8 @@ impl Evaluation {
                     advice: "let one `evaluate` return before starting the next",
                 });
             }
-            // This drops the unit of a previously evaluated copy, which otherwise only ranks that read nothing would
-            // keep.
+            // This drops the unit of a previously evaluated copy, which ranks that read nothing in this evaluation
+            // would otherwise keep.
             let last = std::mem::take(&mut progress.uses.reading).upgrade();
             if let Some(last) = last.filter(|last| !last.unit.keeps()) {
                 last.let_go()?;
@@ -119,7 +120,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Exchanges needs with the other ranks, and returns each rank's need.
+    /// Tells the other ranks this rank's need, and returns each rank's need.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;

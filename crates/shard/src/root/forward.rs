@@ -16,7 +16,7 @@ use crate::region::{self, Recomputed, RegionState};
 use crate::schedule::Operation;
 
 impl Use {
-    /// Returns the autodiff node of a parameter, as a function of `value`, created at the first access.
+    /// Returns the autodiff node of a parameter, as a function of `value`. The node is created at the first access.
     fn node_of<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -48,8 +48,8 @@ impl Use {
 }
 
 impl Root {
-    /// Returns the full parameter at `place` in `generation` for copy `copy` of the module. `value` is this rank's
-    /// part. Called by the model's own code, through `Param::val`.
+    /// Returns the full parameter at `place` in `generation` for copy `copy` of the module, with `value` as this rank's
+    /// part. Called from the model's code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -72,7 +72,7 @@ impl Root {
         self.step(|progress| {
             progress.expect_no_evaluation(generation)?;
             if progress.phase == Phase::Backward {
-                // That backward never ended, because of a panic outside the engine.
+                // The previous backward never ended, because of a panic outside the engine.
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
@@ -108,7 +108,7 @@ impl Root {
         })
     }
 
-    /// Returns `token` as a link that is one deeper than `depth`.
+    /// Adds a link to `token`, one level deeper than `depth`, and returns it.
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
@@ -151,8 +151,8 @@ impl Recomputed for Root {
 }
 
 impl Progress {
-    /// In an evaluation with different routes, waits until the unit of `generation` is the next one that all ranks
-    /// gather.
+    /// In an evaluation in which ranks take different routes, waits until the unit of `generation` is the next one that
+    /// all ranks gather.
     pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         let routes = self.routes.clone();
         routes.map_or(Ok(()), |routes| routes.meet(generation))
@@ -171,7 +171,7 @@ impl Progress {
         }
     }
 
-    /// Starts a pass, unless the current one continues with this parameter.
+    /// Begins a pass, unless this access continues the current one.
     fn begin_pass(
         &mut self,
         root: &Arc<Root>,
@@ -202,7 +202,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Makes the unit of `generation` the current one.
+    /// Makes a use of the unit of `generation` the current use, and ends the previous one.
     fn open_use(
         &mut self,
         root: &Arc<Root>,
@@ -259,7 +259,7 @@ impl Progress {
                     .open
                     .insert(id, (pass.number, Arc::downgrade(unit)));
             }
-            // Its backward belongs to another use, which is not known yet.
+            // The use that backward needs is not known yet: the region's second forward creates it.
             UseKind::Plain => self.order.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
@@ -304,7 +304,7 @@ impl Progress {
         Ok(again.uses.len() - 1)
     }
 
-    /// Returns a parameter for a region whose graph is created later.
+    /// Returns a full parameter for the first forward of a region, without a node.
     fn plain<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -318,7 +318,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// Returns the autodiff node of a parameter in the current use, created at the first access.
+    /// Returns the autodiff node of a parameter in the current use.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -332,7 +332,7 @@ impl Progress {
         current.node_of(root, slot, value, stays)
     }
 
-    /// Ends a pass after its forward. Its graph keeps the values that backward needs.
+    /// Ends the forward of the current pass. Its graph keeps the values that backward needs.
     fn leave_pass(&mut self) -> Result<(), Error> {
         let pass = self.uses.pass.take();
         let last = pass.and_then(|pass| pass.current);
@@ -356,7 +356,7 @@ impl Pass {
     }
 }
 
-/// Returns a new token on the device of a unit's values, so both have the same checkpointing strategy.
+/// Returns a new token on the device of a unit's values, so both use the same checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
 }

@@ -1,4 +1,4 @@
-//! Starts gathers, joins them for other ranks, and waits for them.
+//! Starts gathers, takes part in gathers that only other ranks need, and waits for them.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::seal;
 use crate::transport::{self, cast};
 
 impl Root {
-    /// Starts a gather requested by the program, outside of the order.
+    /// Starts a gather that the program requested, outside of the order.
     pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
         self.step(|progress| {
             if !generation.life.is_sharded() {
@@ -30,7 +30,7 @@ impl Root {
         })
     }
 
-    /// Waits for a gather requested by the program.
+    /// Waits for a gather that the program requested.
     pub(crate) fn await_by_hand(&self, generation: &Generation) -> Result<(), Error> {
         self.step(|_| self.finish_gather(generation).map(drop))
     }
@@ -46,7 +46,8 @@ impl Root {
             return Ok(());
         }
         if unit.groups.shard.size() == 1 {
-            // The shard is the whole parameter: nothing to copy, but the same operation in the same order.
+            // The shard is the whole parameter, so nothing is copied, but all ranks issue the same operation in the
+            // same order.
             self.join_gather(generation, operation)?;
             generation.life.begin_gather(Gather::Own);
             return Ok(());
@@ -72,7 +73,7 @@ impl Root {
         Ok(())
     }
 
-    /// Provides this rank's shards to the other ranks, without receiving theirs.
+    /// Sends this rank's shards to the other ranks, without receiving theirs.
     pub(super) fn join_gather(
         &self,
         generation: &Generation,
@@ -84,7 +85,7 @@ impl Root {
         Ok(())
     }
 
-    /// Starts the operation of [`join_gather`](Self::join_gather), without waiting.
+    /// Starts what [`join_gather`](Self::join_gather) does, without waiting.
     pub(super) fn start_join(
         &self,
         generation: &Generation,
@@ -98,9 +99,7 @@ impl Root {
         Ok(Some(group.join_all_gather(label, Vec::new(), parts)?))
     }
 
-    /// Waits until the full parameters exist.
-    ///
-    /// Returns marks of the filled buffers, which track their lifetimes.
+    /// Waits until the full parameters exist. Returns marks of the filled buffers, which track their lifetimes.
     pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
         let unit = &generation.unit;
         let marks = generation.life.fill(|gather| {
@@ -119,7 +118,7 @@ impl Root {
                     for slot in unit.gathered_slots() {
                         full.tensors[slot] = Some(match &unit.slots[slot].packing {
                             None => generation.held_there(slot),
-                            // Rounded, as it would be with several ranks.
+                            // The shard is rounded, as it would be with several ranks.
                             Some(packing) => {
                                 let record = packed(generation, packing, slot)?;
                                 let (tensor, mark) =
@@ -156,11 +155,11 @@ impl Root {
             }
             Ok((full, marks))
         })?;
-        // It was already gathered, or there is nothing to gather.
+        // The unit was already gathered, or needs no gather.
         Ok(marks.unwrap_or_default())
     }
 
-    /// Returns the full parameter of a slot, decoded from its shards' records, and its buffer's mark.
+    /// Returns the full parameter of a slot, unpacked from the 8-bit shards, and the mark of its buffer.
     fn unpacked(
         &self,
         generation: &Generation,
@@ -185,7 +184,7 @@ impl Root {
         (unit.staging.tensor(marked, dtype, &device), mark)
     }
 
-    /// Returns the full value of a slot, flat and plain. The unit must be unsharded.
+    /// Returns the full value of a slot, flat and without autodiff. The unit must be unsharded.
     pub(super) fn full(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
@@ -205,8 +204,8 @@ impl Root {
         })
     }
 
-    /// Returns the flat, plain value that the model uses for a slot: the full value, plus its adapter's contribution.
-    /// The unit must be unsharded.
+    /// Returns the value that the model uses for a slot, flat and without autodiff: the full value, plus the
+    /// contribution of an adapter. The unit must be unsharded.
     pub(super) fn weight(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let full = self.full(generation, slot)?;
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
@@ -232,15 +231,14 @@ impl Root {
 
 /// The data that a rank publishes for a gather.
 struct Sources<'a> {
-    /// The group to publish to.
     group: &'a ProcessGroup,
     parts: Vec<Part>,
-    /// True for pieces of full parameters, false for shards.
+    /// True if the parts are pieces of full parameters, false if they are shards.
     are_pieces: bool,
 }
 
-/// Returns the data that this rank publishes for a gather: its pieces, among neighbours, for a backward for which
-/// forward left them; otherwise its shards.
+/// Returns the data that this rank publishes for a gather: its pieces if forward left them for a backward gather among
+/// neighbours, otherwise its shards.
 fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>, Error> {
     let unit = &generation.unit;
     match (&unit.groups.neighbours, generation.pieces(), operation) {

@@ -18,8 +18,8 @@ use crate::slot::Slots;
 use crate::transport::cast;
 
 impl Progress {
-    /// Lets the hook reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients that no
-    /// rank has. The ranks first exchange which ones they have, so all pass the hook the same gradients.
+    /// Calls the hook to reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients
+    /// that no rank has. The ranks first exchange which gradients they have, so all pass the same ones to the hook.
     pub(super) fn reduce_by(
         &mut self,
         root: &Root,
@@ -87,7 +87,8 @@ impl Progress {
     }
 }
 
-/// Returns this rank's full gradient for the hook, or zeros if it has none. Moves its memory account to `accounts`.
+/// Returns this rank's full gradient for the hook, or zeros if it has none. Moves the gradient's memory account to
+/// `accounts`.
 fn full_gradient(
     generation: &Generation,
     index: usize,
@@ -116,7 +117,7 @@ fn full_gradient(
     }
 }
 
-/// Returns the result of a hook, in the form in which the shard is held.
+/// Returns a result of the hook in the type and on the device of the shard.
 fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> {
     let unit = &generation.unit;
     let part = cast(part, unit.slots[index].elements.stored.dtype);

@@ -1,4 +1,4 @@
-//! The root: one per rank and sharded module. It owns the order of operations, the token of the current pass, the
+//! The root, one per rank and sharded module. It owns the order of operations, the token of the current pass, the
 //! gradients in transit to the shards, and the buffers.
 //!
 //! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used), `order` (the

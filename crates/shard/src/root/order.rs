@@ -1,4 +1,4 @@
-//! The order of operations, and the values on which they work.
+//! The order of operations, and the values that its gathers use.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -6,27 +6,24 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// The order of operations, and the values on which they work.
+/// The orders of operations, and the gathers and values of the current step.
 #[derive(Default)]
 pub(super) struct Order {
-    /// The recorded orders.
     pub(super) schedules: Schedules,
     /// Gathers that were started ahead of their use, in order.
     pub(super) prefetched: VecDeque<Ahead>,
-    /// The copy of the module in use.
+    /// The copy of the module that the current pass uses.
     pub(super) copy: Copied,
-    /// The values that the current pass has used, by unit.
+    /// The values that the current pass has used, by the unit's position.
     pub(super) used: BTreeMap<usize, Weak<Generation>>,
 }
 
 /// A gather that was started ahead of its use.
 pub(super) struct Ahead {
-    /// Its place in the order.
     pub(super) position: usize,
-    /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// True if the gather was started only for the other ranks, because this rank already had the full parameters or
-    /// was gathering them.
+    /// True if this rank takes part in the gather only for the other ranks, because it already had the full parameters
+    /// or was gathering them.
     pub(super) is_joined: bool,
 }
 
@@ -38,14 +35,13 @@ impl Ahead {
         }
     }
 
-    /// Returns true if it gathers the full parameters of `generation`.
+    /// Returns true if this gathers the full parameters of `generation`.
     pub(super) fn is_for(&self, generation: &Arc<Generation>) -> bool {
         !self.is_joined && Arc::ptr_eq(&self.generation, generation)
     }
 }
 
 impl Order {
-    /// Returns the order of the current step.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }
@@ -60,7 +56,6 @@ impl Order {
         }
     }
 
-    /// Releases all prefetched gathers.
     pub(super) fn discard_prefetched(&mut self) {
         std::mem::take(&mut self.prefetched)
             .into_iter()

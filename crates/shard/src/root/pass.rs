@@ -11,36 +11,35 @@ use crate::error::Error;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
-/// A parameter, as one field of the module refers to it.
+/// A parameter as one field of the module, since several fields may share it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     /// Number of the field among those that share the parameter.
     pub(crate) field: usize,
 }
 
 impl Place {
-    /// Returns the place of a parameter in the first of its fields.
+    /// Returns the place of a parameter in its first field.
     pub(crate) fn own(slot: usize) -> Self {
         Self { slot, field: 0 }
     }
 }
 
-/// The uses of units that are in progress.
+/// The forwards in progress, and the uses of units that wait for their backward.
 #[derive(Default)]
 pub(super) struct Uses {
-    /// The tracked forward.
+    /// The tracked forward, if one is in progress.
     pub(super) pass: Option<Pass>,
-    /// The second forward of a region.
+    /// The second forward of a region, if one is in progress.
     pub(super) again: Option<Recomputation>,
-    /// Uses with outstanding gradients, each with its pass and unit.
+    /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
-    /// The copy read last without autodiff.
+    /// The values whose unit was last read without autodiff.
     pub(super) reading: Weak<Generation>,
 }
 
-/// One tracked forward.
+/// One forward with autodiff, and the units that it used.
 pub(super) struct Pass {
     pub(super) number: u64,
     /// The number of the module copy that started the pass.
@@ -49,10 +48,10 @@ pub(super) struct Pass {
     pub(super) first: (usize, Place),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// The depth of the ruler at the token's last link.
+    /// The depth of the token's last link.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
-    /// Uses of units that stay unsharded; they continue when the unit is used again.
+    /// Uses of units that stay unsharded, to be continued when the unit is used again.
     pub(super) kept: Vec<Use>,
 }
 
@@ -72,20 +71,20 @@ pub(super) struct Use {
     pub(super) nodes: Slots<Node>,
 }
 
-/// A full parameter as an autodiff node: a `Tensor<D>` of any number of dims.
+/// A full parameter as an autodiff node: a `Tensor<D>` for some `D`.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// The graph that a use of a unit creates.
+/// The nodes that a use of a unit creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UseKind {
-    /// Nodes, for backward.
+    /// One node for each parameter, for backward.
     Tracked,
-    /// Nothing, for a region that will run again.
+    /// None, for a region that will run again.
     Plain,
 }
 
 impl Use {
-    /// Starts and returns a use of the unit of `generation`.
+    /// Begins a use of a unit.
     pub(super) fn new(
         kind: UseKind,
         id: u64,
@@ -101,8 +100,8 @@ impl Use {
         }
     }
 
-    /// Returns the use of a unit that stays unsharded, to be continued later. It does not keep the weights
-    /// computed by adapters, because these do not stay.
+    /// Prepares the use of a unit that stays unsharded to be continued later. Drops the weights that adapters computed,
+    /// because these do not stay.
     pub(super) fn set_aside(mut self) -> Self {
         for (node, slot) in self.nodes.iter_mut().zip(&self.generation.unit.slots) {
             if slot.adapter.is_some() {
@@ -112,7 +111,7 @@ impl Use {
         self
     }
 
-    /// Drops the full parameters, unless the unit keeps them. They then live as long as the operations that use them.
+    /// Drops the full parameters, unless the unit keeps them until backward.
     pub(super) fn close(self) -> Result<(), Error> {
         match self.generation.unit.keeps() {
             true => Ok(()),

@@ -21,7 +21,7 @@ use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 use crate::unit::Unit;
 
-/// The description of the sum of the shards' gradients that is reduced across replicas.
+/// The description, in messages, of a shard gradient that is reduced across replicas.
 const SUM: &str = "the reduced gradient";
 
 impl Root {
@@ -32,7 +32,7 @@ impl Root {
         gradients.partial.contains_key(&index) || gradients.whole.contains_key(&index)
     }
 
-    /// Returns the bytes of a unit's gradients that are held back on this rank.
+    /// Returns the bytes of a unit's full gradients that are held back on this rank.
     pub(crate) fn held_bytes_of(&self, unit: &Unit) -> usize {
         let progress = self.progress();
         let held = progress.gradients.held.get(&unit.position());
@@ -45,15 +45,15 @@ impl Root {
         self.is_last.load(Relaxed)
     }
 
-    /// Sets whether later backwards return gradients.
+    /// Sets whether later backwards return the gradients.
     pub(crate) fn set_last(&self, is_last: bool) {
         self.is_last.store(is_last, Relaxed);
     }
 }
 
 impl Progress {
-    /// Reduces the gradients of one use of a unit, including previously held-back ones. Slots without a gradient on
-    /// this rank count as zero; the reduction sends a flag for each.
+    /// Reduces the gradients of one use of a unit, including held-back ones. Slots without a gradient on this rank
+    /// count as zero, and the reduction's note has a flag for each slot.
     pub(super) fn reduce(
         &mut self,
         root: &Root,
@@ -71,7 +71,7 @@ impl Progress {
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.gradients.reduction {
-            // Reductions in progress come first: the hook communicates among the same ranks.
+            // Earlier reductions must complete first: the hook communicates among the same ranks.
             self.complete(root, 0)?;
             let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
             return self.cross_over(root, generation, &slots, sums);
@@ -114,8 +114,8 @@ impl Progress {
             mean,
             arrival,
         });
-        // This happens here, and not where the result is needed, because a rank that only takes part must release the
-        // others' gradients at the same place in the order.
+        // This happens here, and not where the result is needed: a rank that only takes part must release the other
+        // ranks' gradients at the same place in the order.
         self.complete(root, root.in_flight_limit())
     }
 
@@ -132,7 +132,7 @@ impl Progress {
                 mean,
                 arrival,
             } = reduction;
-            // The full gradients exist until the peers have read them.
+            // The full gradients are kept until the other ranks have read them.
             let received = pending.wait_released()?;
             let groups = &generation.unit.groups;
             let arrived = arrived(received, &mean, groups.reduce.size());
@@ -142,8 +142,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Delivers the gradients that the shard group has reduced, directly or through the replicas, unless they wait for
-    /// a later backward.
+    /// Delivers the gradients that the shard group has reduced, after an all-reduce across replicas if there are any.
+    /// If they must wait for a later backward, sets them aside instead.
     fn cross_over(
         &mut self,
         root: &Root,
@@ -173,7 +173,7 @@ impl Progress {
         self.arrive(root, gradients)
     }
 
-    /// Returns the shards' gradients plus those that were set aside before.
+    /// Adds the gradients that were set aside earlier to the shards' gradients.
     fn with_aside(
         &mut self,
         root: &Root,
@@ -194,7 +194,7 @@ impl Progress {
         Ok(waiting)
     }
 
-    /// Adds up the shards' gradients of all replicas.
+    /// Sums the shards' gradients over all replicas.
     fn cross(
         &mut self,
         root: &Root,
@@ -236,7 +236,7 @@ impl Progress {
     }
 
     /// Completes all reductions, and averages the gradients of whole parameters computed since the last call. Tells the
-    /// other ranks that `wanted` is next, and returns their messages.
+    /// other ranks that this rank next wants `wanted`, and returns the messages of all ranks.
     pub(super) fn reduce_whole(
         &mut self,
         root: &Root,
@@ -273,8 +273,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Takes the gradients of parameters kept whole whose units reduce, one list for each set of factors. There is one
-    /// list unless units have different factors.
+    /// Takes the gradients of parameters kept whole whose units reduce in this step, as one list for each set of divide
+    /// factors. There is one list unless units have different factors.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
@@ -307,8 +307,8 @@ impl Progress {
         Ok(taken)
     }
 
-    /// Averages gradients of parameters kept whole over all ranks with their common factors, and returns the ranks'
-    /// notes. `of_reduction` extracts the reduction's own notes from them.
+    /// Averages gradients of parameters kept whole over all ranks, with the factors that they share. Returns the ranks'
+    /// notes, from which `of_reduction` extracts the reduction's own notes.
     fn average_whole(
         &mut self,
         root: &Root,
@@ -354,8 +354,8 @@ impl Progress {
         Ok(notes)
     }
 
-    /// Returns the gradient of a parameter kept whole plus the one that waited for the last backward; `None` if it
-    /// continues to wait.
+    /// Returns the gradient of a parameter kept whole, plus the one that waits for the last backward; `None` if this is
+    /// not the last backward.
     fn whole_or_later(
         &mut self,
         root: &Root,
@@ -397,7 +397,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Stores reduced gradients until they go into Burn's `Gradients`, and sealed ones until an optimizer reads them.
+    /// Stores reduced gradients until they go into Burn's `Gradients`. Sealed ones are also kept until an optimizer
+    /// reads them.
     fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
         let backward = self.counts.finished;
         for reduced in &arrived {
@@ -408,7 +409,7 @@ impl Progress {
     }
 }
 
-/// Returns the sum of two gradients of a shard, one of which may be missing.
+/// Returns the sum of two gradients of a shard, either of which may be missing.
 fn added(
     root: &Root,
     generation: &Generation,
@@ -432,7 +433,7 @@ fn added(
     }))
 }
 
-/// Announces the values that this rank wrote to the ranks that hold the same values of a unit.
+/// Tells the ranks that hold the same values of a unit the checksums of the values that this rank wrote.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {
@@ -446,14 +447,14 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     }
 }
 
-/// Announces the values that this rank wrote in parameters kept whole to all ranks.
+/// Tells all ranks the checksums of the values that this rank wrote in parameters kept whole.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);
     }
 }
 
-/// Announces the value that this rank wrote in `slot` to a group whose ranks all hold it.
+/// Tells `group`, whose ranks all hold the value of `slot`, the checksum of this rank's value.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;

@@ -9,17 +9,16 @@ use super::arrival::Arrival;
 use crate::copies::Generation;
 use crate::op::Reduced;
 
-/// A reduction in progress.
 pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The arithmetic of the reduction.
+    /// The reduction to apply: a sum and its scaling.
     pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
 
-/// The reductions of one step.
+/// The reductions of the current step.
 #[derive(Default)]
 pub(super) struct Reductions {
     /// The reductions in progress, in the order in which they were started.

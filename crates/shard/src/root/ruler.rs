@@ -1,4 +1,4 @@
-//! Rulers: tensors of a given graph depth, kept for the next step.
+//! Rulers: tensors at a given depth of the autodiff graph, kept for later steps.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::op;
 
-/// Untracked tensors of given depths, by device.
+/// Untracked tensors of certain graph depths, by device.
 ///
 /// Burn's backward runs by depth, and a node is one deeper than its deepest parent, tracked or not. So one link on a
 /// ruler replaces a chain as long as the ruler is deep. The chain is built only once, to create the ruler.

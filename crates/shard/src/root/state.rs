@@ -1,4 +1,4 @@
-//! The root and the state of its step.
+//! The root, and the state of its current step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,27 +27,26 @@ use crate::staging::Staged;
 use crate::thrown::throw;
 use crate::unit::Unit;
 
-/// The outermost unit's state on one rank.
+/// The root of a sharded module on one rank.
 pub(crate) struct Root {
     /// All ranks that train the module together.
     pub(crate) group: ProcessGroup,
-    /// Full parameters and transport buffers; also counts full gradients.
+    /// The memory of full parameters and transport buffers. It also counts full gradients.
     pub(crate) pool: BufferPool,
-    /// Memory of reduced gradients, which belong to the shards.
+    /// The memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
     /// A number that is equal on all ranks and different for each module, to distinguish their operations.
     pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,
-    /// True while a thread is inside part of a step.
+    /// True while a thread runs part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
     /// False if reduced gradients stay in the shards until a later backward.
     pub(super) is_last: AtomicBool,
-    /// The trial of the optimizer.
     pub(crate) trial: Trial,
-    /// Path and id of the parameters that the policy ignored.
+    /// Paths and ids of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,
 }
 
@@ -60,29 +59,24 @@ impl std::fmt::Debug for Root {
     }
 }
 
-/// The state of a step.
+/// The mutable state of a root.
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// The uses of units that are in progress.
     pub(super) uses: Uses,
-    /// The order of operations, and the values on which they work.
     pub(super) order: Order,
-    /// Gradients that wait.
     pub(super) gradients: Accumulation,
-    /// Gradients in transit to the shards.
     pub(super) reductions: Reductions,
-    /// The data for the audit of the step.
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
     /// The gradients that wait for the optimizer, with their seals.
     pub(super) waiting: Waiting,
-    /// The evaluation in progress in which ranks take different routes, if any.
+    /// The evaluation in progress, if any.
     pub(super) routes: Option<Arc<dyn Routes>>,
 }
 
-/// Numbers of passes, uses and finished backwards, which an error does not reset.
+/// Counters that an error does not reset.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) passes: u64,
@@ -90,7 +84,6 @@ pub(super) struct Counts {
     pub(super) finished: u64,
 }
 
-/// The phase of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Phase {
     #[default]
@@ -100,7 +93,7 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// Returns a root without units, for all ranks in `group`.
+    /// Creates a root without units, for all ranks in `group`.
     pub(crate) fn new(
         group: ProcessGroup,
         policy: &ShardPolicy,
@@ -108,7 +101,7 @@ impl Root {
     ) -> Arc<Self> {
         // Roots are created collectively, so all ranks have issued the same number of operations.
         let number = group.counts().total().operations;
-        // Ranks that do not exist contribute nothing.
+        // The other ranks of a fake group do not exist, so they have no gradients to audit.
         let audit = match group.is_fake() {
             true => Audit::Off,
             false => policy.audit,
@@ -133,18 +126,18 @@ impl Root {
         })
     }
 
-    /// Returns true if the policy ignored the parameter with `id`, or a record's replacement for it at `path`, which is
-    /// a path in this module or in one that contains it.
+    /// Returns true if the policy ignored the parameter with `id`. After a record has replaced the id, `path`
+    /// identifies it: a path in this module or in one that contains it.
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());
-            // A single name is too ambiguous.
+            // A single name may also occur in other modules.
             let is_below = |prefix: &str| ignored.contains('.') && prefix.ends_with('.');
             *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || is_below(prefix))
         })
     }
 
-    /// Sets the root's units, in order.
+    /// Sets the root's units, in this order.
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
         let units: Vec<_> = units.collect();
         let parameters = units.iter().map(|copies| copies.unit.slots.len());
@@ -161,18 +154,17 @@ impl Root {
         self.live().into_iter().map(|copies| copies.unit).collect()
     }
 
-    /// Returns the units that still exist, with their copies, in order.
+    /// Returns all copies of the units that still exist, in order.
     pub(super) fn live(&self) -> Vec<Copies> {
         let units = self.units.lock();
         units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
-    /// Returns true if `unit` belongs to the root.
     pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
         self.units().iter().any(|known| Arc::ptr_eq(known, unit))
     }
 
-    /// Returns whether each unit reduces its gradients.
+    /// Returns whether each unit reduces its gradients in this step.
     pub(super) fn choice(&self) -> Vec<bool> {
         let units = self.units.lock();
         let units = units.iter().map(WeakCopies::upgrade);
@@ -214,17 +206,16 @@ impl Root {
         units.get(index).and_then(WeakCopies::upgrade)
     }
 
-    /// Returns the label of `operation` of one of the root's units.
     pub(super) fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
         Label::from(format!("{operation} of module {}", self.number))
     }
 
-    /// Returns the number of units that are gathered ahead of their use.
+    /// Returns the number of units to gather ahead of their use.
     pub(crate) fn prefetch(&self) -> usize {
         self.prefetch
     }
 
-    /// Returns the recorded order of operations and its hash.
+    /// Returns the recorded order of operations, and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
         let progress = self.progress();
         let schedule = progress.order.schedules.last();
@@ -236,34 +227,33 @@ impl Root {
         self.progress().order.schedules.last().used().collect()
     }
 
-    /// Returns the counts of copies between the host and devices for this root's units.
+    /// Returns the copies between host and devices that this root's units have made.
     pub(crate) fn staged(&self) -> Staged {
         let units = self.units();
         units.iter().map(|unit| unit.staging.staged()).sum()
     }
 
-    /// Returns the bytes of memory kept for the next operations.
+    /// Returns the bytes of pooled memory, which later operations reuse.
     pub(crate) fn pooled_bytes(&self) -> usize {
         self.pool.kept_bytes() + self.reduced.kept_bytes()
     }
 
-    /// Returns the memory kept for the next operations to the system.
+    /// Returns the pooled memory to the system.
     pub(crate) fn trim(&self) {
         self.pool.trim();
         self.reduced.trim();
     }
 
-    /// Returns the monitor of full weights, with the findings of the first steps.
+    /// Returns the monitor of full weights, with its findings so far.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
 
-    /// Returns the number of finished backwards.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }
 
-    /// Returns the bytes of gradients held back on this rank, by steps without reduction.
+    /// Returns the bytes of gradients that steps without reduction left on this rank.
     pub(crate) fn held_bytes(&self) -> usize {
         self.progress().gradients.held_bytes()
     }
@@ -300,14 +290,14 @@ impl Root {
         }
     }
 
-    /// Returns the phase of the step, seen from outside of it.
+    /// Returns the current phase, for calls from outside a step.
     fn stage(&self) -> Phase {
-        // A locked state means that a hook inside backward made this call.
+        // The state is locked only if a hook inside backward made this call.
         let Some(progress) = self.progress.try_lock() else {
             return Phase::Backward;
         };
         match (progress.phase, &progress.uses.pass) {
-            // The copy of the module that ran it is gone.
+            // The copy of the module that ran the forward is gone.
             (Phase::Forward, None) => Phase::Idle,
             (phase, _) => phase,
         }
@@ -315,7 +305,7 @@ impl Root {
 
     /// Locks the state of the step.
     ///
-    /// Returns an error inside a hook: the step that calls the hook holds the lock, so waiting would deadlock.
+    /// Throws an error inside a hook: the step that calls the hook holds the lock, so waiting would deadlock.
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         refuse_in_hook();
         self.progress.lock()
@@ -327,7 +317,7 @@ impl Root {
         self.prefetch.min(1)
     }
 
-    /// Resets every unit to `Sharded` after an error, with nothing pending.
+    /// Makes every unit sharded after an error, and drops all pending work.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -351,10 +341,10 @@ impl Root {
         }
     }
 
-    /// Handles the drop of the last module that held `generation`, in `copy`. This also ends the forward that used it.
-    /// Its graph, if it still exists, holds what backward needs.
+    /// Called when the last module that holds `generation`, in `copy`, is dropped. This ends the forward that used it.
+    /// If its graph still exists, it keeps what backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
-        // Never inside a step: only user code and Burn drop modules.
+        // This is never inside a step, because only user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {
             return;
         };
@@ -367,8 +357,8 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            // Here and below: an error has already ended the failure domain, and the next operation reports
-            // it.
+            // Here and below, errors are ignored: an error has already ended the failure domain, and the next operation
+            // reports it.
             last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
@@ -376,8 +366,8 @@ impl Root {
         }
     }
 
-    /// Checks that the value and the gradient of a parameter that an optimizer is about to read still have their
-    /// written bytes.
+    /// Checks that the value and the gradient of a parameter are unchanged since they were written. Called before an
+    /// optimizer reads them.
     pub(crate) fn check_before_update(
         &self,
         generation: &Generation,
@@ -390,12 +380,12 @@ impl Root {
         })
     }
 
-    /// Calls `body` with the gradients that wait for the optimizer.
+    /// Calls `body` with the sealed gradients that wait for the optimizer.
     pub(crate) fn with_waiting<T>(&self, body: impl FnOnce(&mut Waiting) -> T) -> T {
         body(&mut self.progress().waiting)
     }
 
-    /// Runs part of a step; after an error, everything is sharded.
+    /// Runs part of a step. After an error, every unit is sharded and nothing is pending.
     pub(super) fn step<T>(
         &self,
         body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
@@ -409,8 +399,8 @@ impl Root {
         result
     }
 
-    /// Enters a step, exclusively: two threads would issue operations in an arbitrary order, and a thread that is
-    /// already in a step would deadlock.
+    /// Begins part of a step, exclusively. Two threads would issue operations in an arbitrary order, and a thread that
+    /// is already inside would deadlock.
     fn turn(&self) -> Result<Turn<'_>, Error> {
         refuse_in_hook();
         match self.stepping.swap(true, Ordering::Acquire) {
@@ -422,7 +412,7 @@ impl Root {
     }
 }
 
-/// A guard for being inside a step, until it is dropped.
+/// A guard that marks a step as running until it is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {
@@ -431,7 +421,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Throws an error inside a hook.
+/// Throws an error if this thread is inside a gradient hook.
 fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
@@ -441,7 +431,6 @@ fn refuse_in_hook() {
     }
 }
 
-/// Returns the error for a call in the wrong phase of a step.
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),
@@ -464,7 +453,7 @@ impl Progress {
         self.begin_audit(root);
     }
 
-    /// Ends the forward, at the first sign of backward.
+    /// Ends the forward, when backward first reaches the engine.
     pub(super) fn enter_backward(&mut self, root: &Root) -> Result<(), Error> {
         if self.phase == Phase::Backward {
             return Ok(());

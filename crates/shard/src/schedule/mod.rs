@@ -20,53 +20,52 @@ use note::Wish;
 pub(crate) use note::Note;
 pub(crate) use operation::Operation;
 
-/// The number of consecutive steps after which an operation that no rank needs is dropped from the order.
+/// Number of consecutive unneeded steps after which an operation is dropped from the order.
 const IDLE_LIMIT: u32 = 32;
-/// The number of times that the order keeps a forward gather without a backward, such as a teacher's.
+/// Maximum number of gathers of a unit that the order keeps although no backward follows, such as a teacher's.
 const ABANDONED_LIMIT: usize = 1;
 
-/// The mark of an operation that this rank asked for.
+/// Marks an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The mark of a gather whose backward has ended.
+/// Marks a gather whose backward has ended.
 const ENDED: u8 = 2;
-/// The mark of a gather that was prefetched for the wrong copy of the module.
+/// Marks a gather that was prefetched for the wrong copy of the module.
 const MISLED: u8 = 4;
 
-/// The next action towards the wanted operation.
+/// The next action of a rank that wants an operation.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// An operation to issue.
+    /// Issue an operation.
     Issue(Step),
-    /// The end of the recorded order, where ranks exchange their wishes.
+    /// Meet the other ranks at the end of the recorded order, and exchange wishes.
     Meet,
-    /// An agreement with the other ranks on the next operation.
+    /// Agree with the other ranks on the next operation.
     Agree,
 }
 
 /// An operation to issue now.
 #[derive(Debug)]
 pub(crate) struct Step {
-    /// The operation.
     pub(crate) operation: Operation,
-    /// Position in the recorded order, if the order is being followed.
+    /// Position in the recorded order; `None` if ranks agree on the operations.
     pub(crate) position: Option<usize>,
     /// True if this rank requested the operation; false if only others need it.
     pub(crate) wanted: bool,
 }
 
-/// The orders of one rank's root: one for each choice of units that reduce, because steps with and without reductions
-/// have different sequences.
+/// The orders of one rank's root: one for each set of units that reduce, because steps with and without reductions have
+/// different sequences.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
-    /// True for each unit that reduces in the current step.
+    /// For each unit, whether it reduces in the current step.
     choice: Vec<bool>,
     current: Schedule,
-    /// The orders of the other choices.
+    /// The orders for other sets of units.
     known: BTreeMap<Vec<bool>, Schedule>,
 }
 
 impl Schedules {
-    /// Selects the order for `choice`, the same on all ranks.
+    /// Selects the order for `choice`, which is the same on all ranks.
     pub(crate) fn select(&mut self, choice: Vec<bool>) {
         if choice != self.choice {
             let next = self.known.remove(&choice).unwrap_or_default();
@@ -77,7 +76,6 @@ impl Schedules {
         }
     }
 
-    /// Returns the order of the current step.
     pub(crate) fn current(&mut self) -> &mut Schedule {
         &mut self.current
     }
@@ -95,26 +93,25 @@ pub(crate) struct Schedule {
     recorded: Vec<Entry>,
     /// This rank's marks for each recorded operation in the current step.
     marks: Vec<u8>,
-    /// The next place to issue.
+    /// The place of the next operation to issue.
     cursor: usize,
     /// The place after the operation that this rank last asked for. It equals the cursor as long as this rank finds
     /// what it needs; otherwise it falls behind.
     aligned: usize,
-    /// The places of the gathers whose backward has not ended yet, by use.
+    /// The places of the gathers whose backward has not ended yet, by the number of their use.
     uses: BTreeMap<u64, usize>,
     last_asked: Option<usize>,
     phase: Phase,
 }
 
-/// One place of the order.
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of consecutive steps in which no rank needed the operation.
+    /// Number of consecutive steps in which no rank asked for the operation, or it was abandoned.
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,
-    /// True if the unit may be prefetched.
+    /// False after the operation was prefetched for the wrong copy of the module.
     ahead: bool,
     /// True if the operation was agreed on in this step.
     fresh: bool,
@@ -130,7 +127,6 @@ enum Phase {
 }
 
 impl Schedule {
-    /// Returns the recorded order.
     pub(crate) fn operations(&self) -> impl Iterator<Item = Operation> + '_ {
         self.recorded.iter().map(|entry| entry.operation)
     }
@@ -150,7 +146,7 @@ impl Schedule {
         hasher.finish()
     }
 
-    /// Returns true if a recorded order is followed and none of its operations has been issued in this step.
+    /// Returns true if a recorded order is being followed, and nothing has been issued in this step.
     pub(crate) fn is_at_start(&self) -> bool {
         self.phase == Phase::Following && self.cursor == 0
     }
@@ -190,7 +186,7 @@ impl Schedule {
         })
     }
 
-    /// Notes that this rank got the wanted operation at `position`.
+    /// Marks the operation at `position`, which this rank asked for.
     fn ask(&mut self, position: usize, wanted: Operation) {
         self.marks[position] |= match wanted {
             Operation::UnshardForward(_) => ASKED,
@@ -207,21 +203,21 @@ impl Schedule {
         }
     }
 
-    /// Notes that the backward of `use_id` has ended, or that none will be visible.
+    /// Notes that the backward of `use_id` has ended, or that the engine will not see its end.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
         }
     }
 
-    /// Records that the prefetched gather for `position` differs from the requested one.
+    /// Notes that the prefetched gather at `position` was for the wrong copy of the module.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
-        // The rank's next request refers to this place.
+        // This rank's next request is for the same place.
         self.aligned = position;
     }
 
-    /// Encodes this rank's wish for `wanted` as a message to the other ranks.
+    /// Encodes this rank's wish for `wanted`, to send to the other ranks.
     pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
         let place = match wanted {
             Operation::Finish => None,
@@ -237,14 +233,14 @@ impl Schedule {
         .encode()
     }
 
-    /// Returns the next place of `wanted`, starting from this rank's place.
+    /// Returns the next place of `wanted` from this rank's place in the order.
     fn find(&self, wanted: Operation) -> Option<usize> {
         let mut rest = self.recorded.iter().skip(self.aligned);
         let ahead = rest.position(|entry| entry.operation == wanted)?;
         Some(self.aligned + ahead)
     }
 
-    /// Asks the other ranks which operations they want. Collective.
+    /// Exchanges wishes with the other ranks, and returns them. Collective.
     pub(crate) fn ask_all(
         &self,
         wanted: Operation,
@@ -258,9 +254,9 @@ impl Schedule {
         Ok(group.exchange(label, wish)?)
     }
 
-    /// Returns the first of the operations that the ranks want; `None` if all are at their end.
+    /// Returns the first operation that any rank wants; `None` if all ranks are at the end of backward.
     ///
-    /// The operation is inserted where the most advanced rank would have expected it.
+    /// An operation that the order lacks is inserted where the most advanced rank would have expected it.
     pub(crate) fn agree(&mut self, wanted: Operation, wishes: &[Vec<u8>]) -> Option<Step> {
         let wishes: Vec<_> = wishes.iter().map(|wish| Wish::decode(wish)).collect();
         let wished = wishes.iter().map(|wish| wish.operation);
@@ -320,13 +316,13 @@ impl Schedule {
             Operation::UnshardForward(unit) => (0, unit, 0),
             Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
             Operation::Reduce(unit) => (1, latest_first(unit), 1),
-            // Last, so no rank finishes while another one still needs an operation.
+            // This comes last, so no rank finishes while another one still needs an operation.
             Operation::Finish => (2, 0, 0),
         }
     }
 
-    /// Returns the next gather of the same direction after `last`, if it may already be gathered at
-    /// `position`. The answer depends only on the order.
+    /// Returns the next gather of the same direction after `last`, if it may already start at `position`. The answer
+    /// depends only on the order.
     pub(crate) fn following_unshard(
         &self,
         position: usize,
@@ -346,7 +342,6 @@ impl Schedule {
         (!is_busy).then_some((place, entry.operation))
     }
 
-    /// Returns the marks of this rank, one byte for each place of the order.
     pub(crate) fn marks(&self) -> &[u8] {
         &self.marks
     }
@@ -372,7 +367,7 @@ impl Schedule {
         }
         self.recorded.retain(|entry| match entry.fresh {
             true => entry.idle == 0,
-            // All ranks have the same marks, which are sent with the last reduction, so they drop the same entries.
+            // The marks are sent with the last reduction and equal on all ranks, so all ranks drop the same entries.
             false => entry.idle < IDLE_LIMIT,
         });
         self.recorded
@@ -381,7 +376,7 @@ impl Schedule {
         self.rewind();
     }
 
-    /// Abandons a step in the middle, on all ranks.
+    /// Abandons the current step, on all ranks.
     fn abandon(&mut self) {
         if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);

@@ -6,12 +6,12 @@ use super::operation::Operation;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wish {
     pub(crate) operation: Operation,
-    /// The place at which the order lacks it; `None` if the order contains it, or at the end of backward.
+    /// The place where the order lacks the operation; `None` if the order contains it, or at the end of backward.
     pub(crate) place: Option<usize>,
 }
 
 impl Wish {
-    /// Size of an encoded wish in bytes.
+    /// Size in bytes of an encoded wish.
     const LEN: usize = 3 * size_of::<u64>();
 
     /// Encodes the wish as a fixed number of bytes.
@@ -26,7 +26,6 @@ impl Wish {
         [kind, unit as u64, place].map(u64::to_le_bytes).concat()
     }
 
-    /// Decodes the wish of another rank.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let number = |index: usize| {
             let mut word = [0; 8];
@@ -46,32 +45,31 @@ impl Wish {
     }
 }
 
-/// A rank's message in the last exchange of a step: its wish, its marks, flags for the parameters kept whole that have
-/// gradients, and audit data.
+/// A rank's message in the last exchange of a step.
 pub(crate) struct Note {
-    /// The encoded wish of the rank.
+    /// The encoded [`Wish`] of the rank.
     pub(crate) wish: Vec<u8>,
-    /// The marks of the rank, one byte for each place of the order.
+    /// The marks of the rank, one byte for each place in the order.
     pub(crate) marks: Vec<u8>,
     /// The flags of the parameters kept whole, one byte each: 1 if the rank has a gradient.
     pub(crate) used: Vec<u8>,
-    /// The tags of those gradients; only in audited steps.
+    /// The tags of the gradients of parameters kept whole; only in audited steps.
     pub(crate) tags: Vec<u8>,
     /// The numbers of the rank's gradients; only in audited steps.
     pub(crate) told: Vec<u8>,
 }
 
-/// The lengths of a note's fixed-length parts, the same on all ranks.
+/// The lengths of those parts of a note that have the same length on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NoteLengths {
-    /// The number of places of the order.
+    /// The number of places in the order.
     pub(crate) places: usize,
     /// The number of parameters kept whole.
     pub(crate) whole: usize,
 }
 
 impl Note {
-    /// Returns the lengths of the parts in a rank's note for this reduction, equal on all ranks.
+    /// Returns the lengths of the note's parts, equal on all ranks.
     pub(crate) fn lengths(&self) -> NoteLengths {
         NoteLengths {
             places: self.marks.len(),
@@ -79,23 +77,20 @@ impl Note {
         }
     }
 
-    /// Returns the note as one sequence of bytes.
     pub(crate) fn join(self) -> Vec<u8> {
         [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }
 
-    /// Returns the flags and the tags: the note of the reduction itself.
+    /// Returns the flags and the tags, which are the note of the reduction itself.
     pub(crate) fn of_reduction(&self) -> Vec<u8> {
         [&self.used[..], &self.tags].concat()
     }
 
-    /// Splits the notes of all ranks.
     pub(crate) fn split_all(notes: Vec<Vec<u8>>, lengths: NoteLengths) -> Vec<Self> {
         let notes = notes.into_iter();
         notes.map(|note| Self::split(note, lengths)).collect()
     }
 
-    /// Splits the note of a rank.
     fn split(mut bytes: Vec<u8>, NoteLengths { places, whole }: NoteLengths) -> Self {
         let after = |bytes: &mut Vec<u8>, len: usize| bytes.split_off(len.min(bytes.len()));
         let mut marks = after(&mut bytes, Wish::LEN);

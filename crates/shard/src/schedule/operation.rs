@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// One operation of a step. Units are given by number.
+/// One operation of a step. A number is a unit's position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Operation {
     /// The gather of a unit for its forward.
@@ -16,7 +16,6 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Returns the operation's unit, if it has one.
     pub(crate) fn unit(self) -> Option<usize> {
         match self {
             Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
@@ -26,7 +25,7 @@ impl Operation {
         }
     }
 
-    /// Returns true if it creates full parameters.
+    /// Returns true if the operation creates full parameters.
     pub(super) fn is_gather(self) -> bool {
         matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
     }

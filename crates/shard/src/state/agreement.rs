@@ -19,7 +19,7 @@ pub enum Agreement {
     /// Parameters.
     #[default]
     Parameters,
-    /// Parameters and running states. Training on different batches makes running states differ until
+    /// Parameters and running states. Running states differ after training on different batches, until
     /// [`sync_buffers`](crate::sync_buffers).
     ParametersAndBuffers,
 }
@@ -36,7 +36,7 @@ pub enum Agreement {
 ///
 /// # Errors
 ///
-/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two of the ranks;
+/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two ranks that differ;
 /// [`Error::NotSharded`]; a failed collective.
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();
@@ -72,12 +72,12 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
     Ok(())
 }
 
-/// Returns the first two ranks that hold different values of the same piece of parameter `index`.
+/// Returns the first two ranks with different values of the same part of parameter `index`.
 fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {
         let Some(sum) = sums.get(index) else {
-            // The rank has fewer parameters than another one.
+            // This rank has fewer parameters than another one.
             return Some((0, rank));
         };
         let (holder, hash) = *first.entry(sum.piece).or_insert((rank, sum.hash));
@@ -91,7 +91,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
 /// A checksum of a rank's part of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
-    /// Number of the shard; ranks with the same number are replicas of each other.
+    /// The number of the part; ranks with the same number are replicas of each other.
     piece: u64,
     hash: u64,
 }

@@ -10,7 +10,7 @@ use crate::inspect;
 use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
 use crate::transport;
 
-/// Returns the moving average after another step: `decay * average + (1 - decay) * model`, element by element.
+/// Returns the updated moving average: `decay * average + (1 - decay) * model`, element by element.
 ///
 /// `average` must originally be a clone of the sharded `model`. It can be evaluated, recorded and saved, and needs the
 /// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A
@@ -98,8 +98,8 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     Ok(average)
 }
 
-/// Returns true if both are the same part of tensors with the same shape and type. A 32-bit average may have a
-/// different type.
+/// Returns true if both are the same part of tensors with the same shape and type. A 32-bit average may also differ in
+/// type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
     let is_type = average.dtype == model.dtype || is_wider;

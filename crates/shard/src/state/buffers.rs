@@ -16,15 +16,15 @@ use crate::transport;
 
 const LABEL: &str = "running states";
 
-/// The treatment of the ranks' running states.
+/// The way in which running states are synchronized across ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
-    /// Each rank keeps its own states, and nothing is communicated.
+    /// Each rank keeps its own states. Nothing is communicated.
     Local,
     /// All ranks get rank 0's states, as if only one rank had trained. Do this before saving.
     #[default]
     Broadcast,
-    /// All ranks get the mean.
+    /// All ranks get the mean of the ranks' states.
     Average,
 }
 
@@ -34,8 +34,8 @@ pub enum BufferSync {
 /// In Burn, all clones of a module share a running state, so clones on this rank also see the new value. Parameters are
 /// unchanged.
 ///
-/// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
-/// together; none if there are none, or with [`BufferSync::Local`].
+/// Collective over all ranks of the module: one broadcast or all-reduce of all running states together. There is none
+/// without running states, or with [`BufferSync::Local`].
 ///
 /// # Errors
 ///
@@ -57,12 +57,12 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
         BufferSync::Broadcast => broadcast(&group, &buffers)?,
     };
     let places = buffers.into_iter().map(|buffer| buffer.path);
-    // This also runs if nothing is replaced, because all ranks must make the same passes over the module.
+    // This also runs if nothing is replaced, because all ranks must run the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
 }
 
-/// Returns `module` with its running states in `dtype`. Call this before sharding, on each rank.
+/// Returns `module` with its running states in `dtype`. Call this on each rank before sharding.
 ///
 /// Burn's BatchNorm computes only in the type of its running states. With the type of
 /// [`Precision::new`](crate::Precision), it trains in 16 bits unchanged. Its averages are then also in 16 bits, and
@@ -82,13 +82,12 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard) for a module that it cannot visit.
+/// As [`fully_shard`](crate::fully_shard), for a module that it cannot visit.
 pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
     inspect::visit(&module, &mut lazy);
-    // A module without lazy parameters may have run, and then has an update that mappers see only after a
-    // synchronization.
+    // A module without lazy parameters may have run. Mappers see its last update only after a synchronization.
     if !paths.is_empty() && !lazy.0 {
         drop(module.valid());
     }
@@ -159,7 +158,7 @@ pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<
     Ok(())
 }
 
-/// Returns rank 0's running states; nothing on rank 0, which already has them.
+/// Receives rank 0's running states. Returns nothing on rank 0, which already has them.
 fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
     let is_root = group.rank() == 0;
     let part = |buffer: &Running| {
@@ -187,11 +186,9 @@ fn average(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Err
     Ok(received.buffers)
 }
 
-/// One running state.
 struct Running {
-    /// Path in the module.
     path: String,
-    /// Its elements, without autodiff.
+    /// Flat elements of the running state, without autodiff.
     flat: Tensor<1>,
 }
 
@@ -212,7 +209,7 @@ impl Running {
     }
 }
 
-/// Updates the running states of `module`, and returns their paths.
+/// Makes the last updates of the running states of `module` visible, and returns their paths.
 pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     let paths = survey(module)?.buffers;
     if !paths.is_empty() {

@@ -16,10 +16,10 @@ use crate::state::record;
 use crate::thrown::{catch, throw};
 use crate::transport;
 
-/// The treatment of changes to summoned parameters.
+/// Whether changes to summoned parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteBack {
-    /// The changes are kept: each rank takes its shards from the closure's result on this rank.
+    /// The changes are kept: each rank takes its shards from the values that the closure returns on it.
     Keep,
     /// The changes are discarded.
     Discard,
@@ -84,12 +84,11 @@ pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> 
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {
-        // Factors are read together with the adapted parameter, and a module after `materialize` does not
-        // have them.
+        // The factors are read together with the adapted parameter, and `materialize` removes them from the module.
         members.remove(&format!("{path}.{FACTOR_A}"));
         members.remove(&format!("{path}.{FACTOR_B}"));
     }
-    // `valid` also gives the copy its own running states.
+    // `valid` also gives the copy separate running states.
     let mut fill = Fill {
         members,
         keep,
@@ -101,16 +100,15 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
         shared: HashMap::new(),
     };
     let filled = catch(|| path::map(module.valid(), &mut fill))?;
-    // Only `materialize` removes a reparameterization in Burn.
+    // `materialize` is Burn's only way to remove a reparameterization.
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
 
 /// A mapper that replaces each stand-in with the whole value.
 struct Fill {
     members: HashMap<String, Member>,
-    /// False to drop each value as it arrives.
+    /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
-    /// The parameters shared by several fields.
     tied: HashSet<Key>,
     /// The whole values of these parameters.
     shared: HashMap<Key, Tensor<1>>,
@@ -122,7 +120,7 @@ impl path::Mapper for Fill {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        // Skips the shard, which follows the stand-in under the same path.
+        // The shard follows its stand-in under the same path, and is skipped.
         let Some(member) = self.members.remove(&place.path()) else {
             return param;
         };
@@ -147,7 +145,7 @@ impl path::Mapper for Fill {
         }
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
-        // It keeps the stand-in's id, so a record of the copy loads into the sharded module.
+        // The parameter keeps the stand-in's id, so a record of the copy loads into the sharded module.
         let (id, _, mapper) = param.consume();
         let on_load = Arc::new(mapper);
         let on_save = on_load.clone();
@@ -171,7 +169,7 @@ fn take_back<M: Module>(module: M, fields: Vec<(String, Member)>, full: &M) -> R
     catch(|| path::map(module, &mut narrow))
 }
 
-/// Elements by path.
+/// A visitor that collects the elements of all tensors, by path.
 #[derive(Default)]
 struct Values {
     found: HashMap<String, TensorData>,
@@ -198,8 +196,8 @@ struct Narrow {
 }
 
 impl Narrow {
-    /// Checks, before anything is replaced, that every parameter of `module` has a value of its shape and no value is
-    /// left over.
+    /// Checks, before anything is replaced, that every parameter of `module` has a value of its shape, and that no
+    /// value remains.
     fn check<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut wanted = Shapes {
             members: &self.members,
@@ -255,7 +253,7 @@ impl Narrow {
     }
 }
 
-/// Shapes of whole tensors by path.
+/// A visitor that collects the shapes of whole tensors, by path.
 struct Shapes<'a> {
     members: &'a HashMap<String, Member>,
     found: Vec<(String, Vec<usize>)>,
@@ -381,7 +379,7 @@ pub fn full_state<M: Module>(
     Ok(())
 }
 
-/// Gathers the whole parameter, on rank 0 of its group.
+/// Gathers the whole parameter on rank 0 of its group; returns `None` on other ranks.
 pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
@@ -402,7 +400,7 @@ pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     Ok(received.buffers.into_iter().next())
 }
 
-/// A tensor of a module.
+/// A tensor of a module, and where its elements are.
 pub(crate) struct StateTensor {
     pub(crate) path: String,
     pub(crate) shape: Vec<usize>,
@@ -414,7 +412,7 @@ pub(crate) struct StateTensor {
 pub(crate) enum Held {
     /// Elements sharded over ranks.
     Sharded(Box<Member>),
-    /// Elements on this rank, flat.
+    /// Float elements on this rank, flat.
     Here(Box<Tensor<1>>),
     /// Integers or booleans on this rank.
     Read(Source),
@@ -489,7 +487,7 @@ impl All {
     }
 }
 
-/// Returns shape and elements, without autodiff.
+/// Returns the shape, and the flat elements without autodiff.
 fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
     let shape = value.dims().to_vec();
     let len: usize = shape.iter().product();

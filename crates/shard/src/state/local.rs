@@ -44,7 +44,7 @@ pub enum LocalPart {
     /// A range of the flat elements of a sharded parameter; everything or nothing if it has a [sole
     /// owner](Partition::sole_owner).
     Shard {
-        /// The elements.
+        /// The range of flat elements that this rank holds.
         range: Range<usize>,
         /// The partition of the parameter among all ranks of the shard axis.
         partition: Partition,
@@ -111,15 +111,15 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     Ok(tensors.collect())
 }
 
-/// The id of a parameter in optimizers and gradients.
+/// The ids of a sharded parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocalId {
     /// Path in the module.
     pub path: String,
-    /// The id of the parameter before it was sharded, or in a record that was loaded later.
+    /// The id of the parameter before it was sharded, or the id from a record that was loaded later.
     pub id: ParamId,
-    /// The id of its stand-in, which is the parameter's id in records of the module.
+    /// The parameter's id in records of the module, which is its stand-in's id.
     pub recorded: ParamId,
 }
 
@@ -204,7 +204,7 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape of its elements on this rank: flat for a parameter that a unit manages.
+    /// Returns the shape of the elements that this rank holds: flat for a parameter that a unit manages.
     fn held_shape(&self) -> Vec<usize> {
         match self.part {
             LocalPart::Own => self.shape.clone(),
@@ -213,7 +213,7 @@ impl LocalTensor {
     }
 }
 
-/// A mapper that puts tensors back in their places.
+/// A mapper that replaces tensors by the new ones that were read.
 struct PutBack {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,

@@ -23,12 +23,12 @@ use crate::transport;
 use crate::unit::Unit;
 
 thread_local! {
-    /// The sharded parameters of the module that is being recorded, in module order, if it is known.
+    /// The sharded parameters of the module that is being recorded, in module order; empty if the module is not known.
     static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `body` so that the mappers of sharded parameters act only as they did before sharding. Used to record a plain
-/// copy of a parameter as without the engine.
+/// Runs `body` with the mappers of sharded parameters acting only as they did before sharding, to record a plain copy
+/// of a parameter.
 pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
     within(Purpose::PlainMappers, body)
 }
@@ -63,13 +63,13 @@ pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) 
     body()
 }
 
-/// Returns the values of the copy that is being recorded.
+/// Returns the values of the unit in the copy that is being recorded.
 fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
     let known = RECORDED.with_borrow_mut(|members| {
         let is_it = |member: &Member| {
             member.index == index && Arc::ptr_eq(&member.generation.unit, &copies.unit)
         };
-        // One module may contain two copies: each of its members counts once.
+        // A module may contain several copies of a parameter, so each member is used once.
         let at = members.iter().position(is_it)?;
         Some(members.remove(at).generation)
     });
@@ -138,14 +138,13 @@ pub(crate) fn save<const D: usize>(
         let whole = copy_of(&copies, index).and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
         let saved = own.on_save(whole.reshape(slot.dims::<D>()));
-        // This comes last, because the message is for the next visit.
+        // This comes last, because the next visit takes the message.
         hand(unit, index, Handed::Recorded);
         saved
     }
 }
 
-/// Returns the whole value of one parameter, gathered from all ranks, plain and flat, on the computing
-/// device.
+/// Returns the whole value of one parameter, gathered from all ranks, flat, without autodiff, on the computing device.
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {

@@ -20,14 +20,14 @@ use crate::transport;
 pub struct RecordedTensor {
     /// Path in the module, such as `blocks.3.fc.weight`.
     pub path: String,
-    /// Its id in the record.
+    /// The tensor's id in the record.
     pub id: ParamId,
     /// The tensor's elements in the record: the transpose for a column-layout linear layer.
     pub data: TensorData,
 }
 
 /// Calls `visit` on rank 0 with each tensor of a sharded module's record (see [`into_record`](crate::into_record)), in
-/// module order. Running states are those of rank 0.
+/// module order. Running states are rank 0's.
 ///
 /// Rank 0 holds one whole tensor at a time, or two if the parameter is recorded in a different form. The other ranks
 /// only send; `visit` is not called on them. It cannot stop the sequence, because they would not know.
@@ -97,7 +97,7 @@ impl<F: FnMut(RecordedTensor)> path::Visitor for Each<F> {
     }
 }
 
-/// Returns the whole value of a parameter, flat and on the computing device, on the rank that records it.
+/// Returns the whole value of a parameter, flat and on the computing device, if this rank records it.
 fn whole(member: &Member, is_first: bool) -> Option<Tensor<1>> {
     let (generation, slot) = (&member.generation, member.slot());
     let device = generation.device(member.index).without_autodiff();

@@ -32,8 +32,8 @@ pub fn stand_in_bytes<M: Module>(module: &M) -> Result<usize, Error> {
     Ok(bytes.sum)
 }
 
-/// Returns the sharded `module` with new stand-ins, after a `map` over all float tensors has created stand-ins of the
-/// full size. Shards, ids and everything else stay unchanged.
+/// Returns the sharded `module` with new stand-ins, to free the full-size ones that a `map` over all float tensors has
+/// created. Shards, ids and everything else stay unchanged.
 ///
 /// Not collective.
 ///
@@ -45,7 +45,7 @@ pub fn renew_stand_ins<M: Module>(module: M) -> Result<M, Error> {
     let mut renew = Renew {
         paths: paths(&module),
     };
-    // Sharded parameters stay unchanged.
+    // This map leaves sharded parameters unchanged.
     Ok(within(Purpose::Prepare, || path::map(module, &mut renew)))
 }
 

@@ -15,8 +15,8 @@ use crate::survey::Found;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if it adapts none, or if the factors would have rank 0, an unreasonable size, or a different type
-/// from the parameters that they adapt.
+/// [`Error::Option`] if `lora` adapts no parameter, or if the factors would have rank 0, an unreasonable size, or a
+/// different type than the parameters that they adapt.
 pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
     check(lora)?;
     let mut all = Vec::with_capacity(parameters.len());
@@ -65,7 +65,7 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
     }
 }
 
-/// Checks the parts of a configuration that do not depend on the module.
+/// Checks the settings that do not depend on the module.
 fn check(lora: &Lora) -> Result<(), Error> {
     if lora.rank == 0 {
         return Err(refused("of rank 1 or more", "of rank 0".to_owned()));
@@ -91,7 +91,7 @@ fn refused(expected: &'static str, got: String) -> Error {
     }
 }
 
-/// Records in the slots of a unit which slots adapt each one.
+/// Sets the adapter of each slot that has factors among `slots`.
 pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
     let index_of: HashMap<_, _> = slots
         .iter()

@@ -18,16 +18,15 @@ use crate::transport;
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
 
-/// Returns the modules that contain the parameter at `path`, outermost first.
+/// Returns the paths of the modules that contain the parameter at `path`, outermost first.
 fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-/// Paths of parameters that the policy ignores.
 pub(crate) struct Ignored(HashSet<String>);
 
 impl Ignored {
-    /// Finds the ignored parameters in the survey.
+    /// Finds the parameters that the policy ignores.
     ///
     /// # Errors
     ///
@@ -55,7 +54,6 @@ impl Ignored {
         Ok(Self(ignored))
     }
 
-    /// Returns true if the parameter at `path` is ignored.
     pub(crate) fn contains(&self, path: &str) -> bool {
         self.0.contains(path)
     }
@@ -73,7 +71,7 @@ fn expect_match<'a>(
     }
 }
 
-/// Maximum number of modules that a message names.
+/// Maximum number of modules that an error message lists.
 const NAMED: usize = 12;
 
 pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
@@ -90,8 +88,8 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Returns the patterns that select units. Patterns of a multi-module unit carry its name and come first, so no
-/// single-module pattern splits it.
+/// Returns the patterns that select units. Patterns of joint units come first, each with the unit's name, so no
+/// single-module pattern splits them.
 fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     let joint = policy.joint_units.iter().flat_map(|patterns| {
         let names: Vec<_> = patterns.iter().map(Pattern::as_str).collect();
@@ -104,7 +102,7 @@ fn named_units(policy: &ShardPolicy) -> Vec<(&Pattern, Option<String>)> {
     joint.chain(single).collect()
 }
 
-/// The parameters of each unit. A parameter belongs to the innermost module that a pattern matches.
+/// The parameters of each unit. A parameter belongs to the innermost module that matches a pattern.
 pub(crate) struct Grouping {
     /// The parameters by unit path: the root's first, with the empty path, then the other units' in the order
     /// of first appearance.
@@ -112,8 +110,8 @@ pub(crate) struct Grouping {
 }
 
 impl Grouping {
-    /// Groups `parameters` by the policy's patterns. A pattern may also match only fields at the paths `tied`, which
-    /// share another field's parameter.
+    /// Groups `parameters` by the policy's patterns. A pattern may also match only tied fields, at the paths `tied`,
+    /// which share another field's parameter.
     ///
     /// # Errors
     ///
@@ -137,7 +135,7 @@ impl Grouping {
             for ((pattern, joint), matched) in named.iter().zip(&mut matched) {
                 if let Some(module) = pattern.module_of(path) {
                     *matched = true;
-                    // All of them contain the parameter, so the longest path is the innermost.
+                    // All of these modules contain the parameter, so the longest path is the innermost.
                     let name = joint.as_deref().unwrap_or(module);
                     if module.len() > innermost.len() {
                         (innermost, unit) = (module, name);
@@ -201,7 +199,7 @@ impl Grouping {
         Ok(paths.zip(balanced_owners(&sizes, num_ranks)).collect())
     }
 
-    /// Returns the units, without values or a root; `is_replica` if `replicate` creates them.
+    /// Returns the units, without values or a root. `is_replica` is true if `replicate` creates them.
     ///
     /// # Errors
     ///
@@ -251,7 +249,7 @@ impl Grouping {
     }
 }
 
-/// Returns the part of a parameter that ranks hold.
+/// Returns which part of a parameter a rank holds.
 fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let is_kept_vector = found.shape.len() < 2 && !policy.shard_vectors;
     let stays_whole = is_kept_vector || found.num_elements() < policy.whole_below;

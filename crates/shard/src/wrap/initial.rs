@@ -12,7 +12,7 @@ use crate::unit::Unit;
 /// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
 /// more than one whole parameter for it.
 ///
-/// With replicas, the first of them receives from rank 0 and passes its shard on to the others.
+/// With replicas, rank 0's replica receives the value first, and passes its shards on to the others.
 pub(crate) fn value<const D: usize>(
     unit: &Unit,
     slot: &Slot,
@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value on rank 0 of the shard group.
+/// Returns this rank's part of a value that rank 0 of the shard group has.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -63,7 +63,7 @@ fn from_first(
     Ok(first_tensor(received, slot, device))
 }
 
-/// Returns the tensor of `elements` elements on rank 0 of `group`.
+/// Returns the tensor of `elements` elements that rank 0 of `group` has.
 fn broadcast(
     group: &ProcessGroup,
     slot: &Slot,
@@ -79,7 +79,7 @@ fn broadcast(
         num_elements: elements,
         element: slot.elements.stored.wire,
     };
-    // The source of a broadcast receives nothing, because it has the data.
+    // The source of a broadcast already has the data, so it receives nothing.
     let into = match own {
         Some(_) => Vec::new(),
         None => vec![BufferPool::new().take(elements * slot.elements.stored.size())],
@@ -90,8 +90,8 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
-/// Returns the name of the operation. It includes an adapter's scale, so ranks with different scales get an error at
-/// this operation.
+/// Returns the name of the operation. It includes an adapter's scale, so ranks with different scales fail at this
+/// operation.
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {
         let (rank, scale) = (adapter.rank, adapter.scale);

@@ -1,4 +1,4 @@
-//! `fully_shard`: from a plain module to a sharded one.
+//! `fully_shard` and `replicate`: from a plain module to a sharded one.
 //!
 //! - `factors`: the parameters of adapters that are attached while sharding.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
@@ -103,7 +103,7 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
     let mut read = |part: &InitialPart<'_>| {
         read(part).map_err(|error| {
             failure = Some(error);
-            // This error is never seen, because the failure itself is returned.
+            // This error is never seen, because `failure` is returned instead.
             Error::NotSharded
         })
     };
@@ -118,8 +118,8 @@ pub fn fully_shard_from<M: Module, E: From<Error>>(
 /// values, and gradients are averaged by one all-reduce per unit. The policy's strategy does not apply; its units
 /// determine which gradients are reduced together.
 ///
-/// Submodules that are already sharded stay sharded, each under its own root. [`fully_shard`] of a parent does not
-/// change a replicated module or anything in it.
+/// Submodules that are already sharded stay sharded, each under its own root. A later [`fully_shard`] of a parent
+/// leaves a replicated module and everything in it unchanged.
 ///
 /// Collective: all ranks of the axes call it, with the same module structure and policy.
 ///
@@ -140,7 +140,7 @@ pub fn replicate<M: Module>(
     )
 }
 
-/// The public function that was called.
+/// Whether the module is sharded or replicated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Shard,
@@ -250,7 +250,7 @@ fn check(
             });
         }
     }
-    // A parent without parameters of its own still orders the operations of its children.
+    // A parent without remaining parameters still orders the operations of its children.
     let mut roots: Vec<_> = adopted
         .iter()
         .filter_map(|placed| placed.root_link.root())
@@ -268,7 +268,7 @@ fn check(
     })
 }
 
-/// Gives the units' copies, which may come from several calls, a common history.
+/// Gives all units' copies a common history, since they may come from several calls.
 fn begin_history<M: Module>(module: &M) {
     let members = inspect::members(module);
     let mut hasher = Fingerprint::new();

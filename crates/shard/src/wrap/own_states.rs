@@ -17,8 +17,7 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::{Survey, survey};
 
-/// Returns the module with running states that belong only to this rank. A module that already has such
-/// states is left unchanged.
+/// Returns the module with running states that belong only to this rank, unless it already has such states.
 ///
 /// Collective over the ranks of `group`: one exchange of the ids of running states, if there are any.
 pub(crate) fn separate<M: Module>(
@@ -35,7 +34,7 @@ pub(crate) fn separate<M: Module>(
         .flat_map(|id| id.val().to_le_bytes());
     let own: Vec<u8> = ids.collect();
     let all = group.exchange("ids of running states", own.clone())?;
-    // Ids are random, so equal ones belong to clones of one module.
+    // Ids are random, so equal ids belong to clones of one module.
     let is_clone = all.iter().enumerate().any(|(rank, ids)| {
         let (own, ids) = (own.as_chunks::<8>().0, ids.as_chunks::<8>().0);
         rank != group.rank() && ids.iter().any(|id| own.contains(id))
@@ -55,7 +54,7 @@ pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     }
 }
 
-/// Returns the module with copies of its running states, and everything else unchanged.
+/// Returns the module with separate running states, and everything else unchanged.
 fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     let mut kept = Kept {
         states: survey.buffers.to_vec(),
@@ -67,12 +66,12 @@ fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     let module = within(Purpose::Prepare, || {
         path::map(module, &mut Flags(&mut kept))
     });
-    // Only a change of the training state creates new running states; its other effects are undone.
+    // Only switching between `valid` and `train` creates new running states; its other effects are undone.
     let module = within(Purpose::OwnStates, || module.valid().train());
     within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
 }
 
-/// The tensors and flags of a module except its running states, in module order.
+/// The tensors and flags of a module, in module order, to be put back. Running states are left out.
 #[derive(Default)]
 struct Kept {
     states: Vec<String>,

@@ -12,15 +12,15 @@ use crate::optim::gradients;
 use crate::parameter::owned::RootLink;
 use crate::spec::Groups;
 
-/// A unit of the module that was passed to a call.
+/// A unit of the module that is being wrapped.
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of the unit's module within the wrapped module.
+    /// Path, in the module that is being wrapped, of the module whose wrapping created the unit.
     pub(super) prefix: String,
 }
 
-/// Separates replicated modules, and all units in them, from the units that a parent adopts.
+/// Splits units into those in replicated modules, and those that a parent adopts.
 pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Placed>) {
     let roots = earlier
         .iter()
@@ -38,8 +38,7 @@ pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Plac
         .partition(|placed| is_inside(&placed.prefix))
 }
 
-/// Returns the units created by earlier calls, in module order, each with the path in `module` of the module that the
-/// call wrapped.
+/// Returns the units created by earlier calls, in module order.
 pub(super) fn earlier_units<M: Module>(module: &M) -> Vec<Placed> {
     let mut units: Vec<Placed> = Vec::new();
     for (path, member) in &inspect::places(module) {

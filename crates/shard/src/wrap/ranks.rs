@@ -7,16 +7,15 @@ use crate::policy::{ReduceGroup, ShardPolicy};
 use crate::spec::Groups;
 use burn_fsdp_mesh::Strategy;
 
-/// The groups of ranks that a call uses.
+/// The groups of ranks over which a call shards a module.
 pub(super) struct Ranks {
     /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
-    /// The groups that a unit's operations go through.
     pub(super) groups: Groups,
 }
 
 impl Ranks {
-    /// Returns the ranks that `policy` selects on `mesh`.
+    /// Returns the groups that `policy` selects on `mesh`.
     pub(super) fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
         let along = |axis: &str, method| {
             let known = mesh.mesh().axes().iter().map(|axis| axis.name.as_str());
@@ -47,7 +46,7 @@ impl Ranks {
                 mesh.world().clone()
             }
             Some(_) => {
-                // All ranks that train together have the same coordinates on the other axes.
+                // Ranks that train together have the same coordinates on all other axes.
                 let axes = mesh.mesh().axes().iter().zip(mesh.coordinate());
                 let ours = |name: &str| {
                     name == policy.axis || Some(name) == policy.replicate_axis.as_deref()
@@ -59,7 +58,7 @@ impl Ranks {
             }
         };
         if policy.strategy == Strategy::NoShard {
-            // One all-reduce over all of them.
+            // Without shards, one all-reduce covers all ranks.
             return Ok(Self {
                 groups: Groups {
                     shard: all.clone(),

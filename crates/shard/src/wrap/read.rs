@@ -9,7 +9,7 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// One rank's part of a parameter, whose value [`fully_shard_from`](crate::fully_shard_from) requests.
+/// One rank's part of a parameter, which [`fully_shard_from`](crate::fully_shard_from) asks its caller to read.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct InitialPart<'a> {
@@ -23,10 +23,10 @@ pub struct InitialPart<'a> {
     pub range: Range<usize>,
 }
 
-/// A function that reads the bytes of a part, or returns `None` for a parameter that starts from rank 0's value.
+/// A function that returns the bytes of a part, or `None` for a parameter that starts from rank 0's value.
 pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
 
-/// Returns this rank's value of a parameter, if one is read for the field at `path`.
+/// Returns this rank's value of a parameter, if `read` returns one for the field at `path`.
 pub(super) fn value(
     read: Read<'_>,
     unit: &Unit,

@@ -29,28 +29,27 @@ use crate::thrown::throw;
 use crate::transport;
 use crate::unit::Unit;
 
-/// The error message for fields of one parameter that are read with different values.
+/// The error message for tied fields that are read with different values.
 const READ_TWICE: &str =
     "but the values read for them differ; read only one name, or the same values for both";
 
-/// A reparameterizer that replaces each parameter with a stand-in that has the value next to it.
+/// A reparameterizer that replaces each parameter with a stand-in, with this rank's value next to it.
 pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
-    /// The adapters to attach, which freezes everything else.
+    /// The adapters to attach, if any. They freeze all other parameters.
     lora: Option<Lora>,
-    /// The factors of adapters, by path.
     factors: HashMap<String, Found>,
-    /// The function that reads initial values, if they are not all rank 0's.
+    /// The function that reads initial values; `None` if all are rank 0's.
     read: Option<Read<'a>>,
     /// The fields that share a parameter with an earlier one.
     ties: Ties,
-    /// The parameters created for these fields, by path.
+    /// The parameters that later fields share, by path.
     firsts: HashMap<String, First>,
 }
 
-/// A shared parameter, as its first field holds it.
+/// A shared parameter, as seen from its first field.
 struct First {
     generation: Arc<Generation>,
     slot: usize,
@@ -59,7 +58,7 @@ struct First {
 }
 
 impl<'a> Sharder<'a> {
-    /// Returns a sharder for the parameters of these generations, and their units, which this call creates.
+    /// Creates a sharder for the parameters of these generations, whose units this call creates.
     pub(super) fn new(
         first: Vec<Arc<Generation>>,
         survey: &Survey,
@@ -94,17 +93,15 @@ impl<'a> Sharder<'a> {
         (sharder, made)
     }
 
-    /// Sets the function that reads initial values.
     pub(super) fn reading(self, read: Option<Read<'a>>) -> Self {
         Self { read, ..self }
     }
 
-    /// Sets the fields that share a parameter with an earlier one.
     pub(super) fn tying(self, ties: Ties) -> Self {
         Self { ties, ..self }
     }
 
-    /// Returns this rank's value of a parameter: the first value read for any of its fields, or rank 0's.
+    /// Returns this rank's value of a parameter: the first value that is read for any of its fields, or rank 0's.
     fn value<const D: usize>(
         &mut self,
         unit: &Unit,
@@ -238,14 +235,14 @@ fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> 
     plain.apply_reparameterization(Below { prefix, sharder })
 }
 
-/// The initial values of a factor, as in Burn's `Lora`: a new adapter adds nothing.
+/// The initial values of a factor, as in Burn's `Lora`: a new adapter adds zero.
 #[derive(Debug, Clone, Copy)]
 enum Fill {
     Normal { std: f64 },
     Zeros,
 }
 
-/// Returns the parameter of a factor, to be initialized on demand.
+/// Returns the parameter of a factor, initialized on demand.
 fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     let shape = [factor.shape[0], factor.shape[1]];
     let dtype = factor.dtype;
@@ -260,7 +257,7 @@ fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
     Param::uninitialized(factor.id, make, device, true, Shape::from(shape))
 }
 
-/// A sharder for the part below a path.
+/// A sharder for the factors of the parameter at `prefix`.
 struct Below<'a, 'b> {
     prefix: String,
     sharder: &'a mut Sharder<'b>,
@@ -285,7 +282,7 @@ fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
-/// Returns the stand-in for the parameter, recorded in the original shape.
+/// Returns the stand-in for a parameter, with the parameter's original shape in records.
 fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {

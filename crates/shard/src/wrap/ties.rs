@@ -32,11 +32,10 @@ const ADAPTED: &str = "but LoRA would adapt it; leave both out of its group, or 
 /// The fields that share a parameter with an earlier field of the module.
 #[derive(Default)]
 pub(super) struct Ties {
-    /// The fields in module order.
     fields: Vec<Field>,
 }
 
-/// A field that shares an earlier field's parameter.
+/// A field that shares the parameter of an earlier field.
 #[derive(Clone)]
 pub(super) struct Field {
     pub(super) found: Found,
@@ -88,7 +87,6 @@ impl Ties {
         Ok(ties)
     }
 
-    /// Returns the paths of the fields.
     pub(super) fn paths(&self) -> impl Iterator<Item = &str> + Clone {
         self.fields.iter().map(|field| field.found.path.as_str())
     }
@@ -103,7 +101,6 @@ impl Ties {
         self.fields.iter().filter(move |field| field.first == first)
     }
 
-    /// Returns the field at `path`, if it shares an earlier field's parameter.
     pub(super) fn at(&self, path: &str) -> Option<&Field> {
         self.fields.iter().find(|field| field.found.path == path)
     }
@@ -192,7 +189,7 @@ pub(super) fn tied(first: &str, second: &str, problem: &'static str) -> Error {
     }
 }
 
-/// A visitor that collects the flat values of initialized parameters.
+/// A visitor that collects the flat values of initialized tied parameters.
 struct Values<'a> {
     wanted: HashSet<&'a str>,
     found: HashMap<String, Tensor<1>>,
