@@ -22,7 +22,7 @@ pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
-/// Train models fully sharded: each rank holds a shard of the parameters, gradients and optimizer state.
+/// Fully sharded training: each rank holds a shard of the parameters, gradients and optimizer state.
 #[derive(Debug, Parser)]
 #[command(name = "burn-fsdp", version, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
@@ -32,7 +32,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Train a GPT, a Llama or a GPT-2 on text, then print a sample
+    /// Train a GPT, Llama or GPT-2 model on text, then print a sample
     Train(Box<TrainArgs>),
     /// Export the model of a saved step to safetensors or a Hugging Face folder
     Consolidate(ConsolidateArgs),
@@ -40,7 +40,7 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Generate text from a saved step or a Hugging Face folder
     ///
-    /// Control characters except newlines and tabs, and invalid UTF-8, are printed as U+FFFD.
+    /// Prints U+FFFD for invalid UTF-8 and for control characters other than newlines and tabs.
     Generate(GenerateArgs),
     /// Estimate the memory, traffic and time of training, and suggest changes that make it fit
     Plan(PlanArgs),
@@ -57,14 +57,14 @@ pub(crate) enum Command {
 /// The help text about the exit codes of every command.
 const EXIT_CODES: &str = "\
 Exit code:
-  0  success, or a first signal ended training after a save
-  1  a second signal, at least a second after the first, or SIGQUIT ended training at once;
+  0  success, or training saved and ended after a first signal
+  1  SIGQUIT, or a second signal at least a second after the first, ended training at once;
      saved steps are complete
   2  an error in the command line, an input file or the environment; nothing was trained or written
   3  two runs differ, a rank failed, a loss was not finite, or a result could not be saved, written
-     or printed; the message names the cause, and saved steps are complete. Lost lines of --metrics
-     are only a warning
-  128 + N  signal N ended the process, such as 143 for SIGTERM in training that saves nothing, or in
+     or printed; the message names the cause, and saved steps are complete. Lost --metrics lines only
+     cause a warning
+  128 + N  signal N ended the process, e.g. 143 for SIGTERM in training that saves nothing, or in
      another command";
 
 const TRAIN_AFTER_HELP: &str = "\
@@ -73,7 +73,7 @@ Examples:
   burn-fsdp train --init FOLDER --lora 8 --data notes.txt --checkpoint-dir run --resume
   mpirun -n 4 burn-fsdp train --compile --memory-budget 400MiB
 
-`--help` also shows rare flags, what each choice means, conditions, and environment variables.";
+`--help` also shows rare flags, the meaning of each choice, conflicts, and environment variables.";
 
 const TRAIN_AFTER_LONG_HELP: &str = "\
 Environment:
@@ -89,7 +89,7 @@ Exit code: see `burn-fsdp --help`";
 
 #[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
-    /// The shell
+    /// Shell to print completions for
     pub(crate) shell: clap_complete::Shell,
 }
 
@@ -119,15 +119,15 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
 pub(crate) struct TrainingArgs {
-    /// Sequences per step, over all ranks
+    /// Sequences per step, across all ranks
     ///
     /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
-    /// Measured steps
+    /// Number of measured training steps, after the warmup steps
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
-    /// Warmup steps before the measured ones; their losses are also reported
+    /// Warmup steps before the measured steps; their losses are also reported
     #[arg(
         long,
         value_name = "STEPS",
@@ -135,7 +135,7 @@ pub(crate) struct TrainingArgs {
         hide_short_help = true
     )]
     pub(crate) warmup: usize,
-    /// Highest learning rate
+    /// Peak learning rate
     #[arg(
         long,
         value_name = "RATE",
@@ -143,7 +143,7 @@ pub(crate) struct TrainingArgs {
         allow_negative_numbers = true
     )]
     pub(crate) lr: f64,
-    /// Learning rate schedule; cosine falls to a tenth of --lr
+    /// Learning rate schedule; cosine decays to a tenth of --lr
     #[arg(long, value_enum, value_name = "SHAPE", default_value_t = LrSchedule::Constant)]
     pub(crate) lr_schedule: LrSchedule,
     /// Steps over which the learning rate rises to --lr
@@ -154,10 +154,10 @@ pub(crate) struct TrainingArgs {
     /// Clip the global gradient norm to this value [default: no clipping]
     #[arg(long, value_name = "NORM", allow_negative_numbers = true)]
     pub(crate) clip_grad_norm: Option<f64>,
-    /// Micro-batches in a step; not with --memory-budget
+    /// Micro-batches per step; not with --memory-budget
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Action if the loss, a clipped gradient norm or a tensor to be saved is not finite
+    /// What to do if the loss, a clipped gradient norm or a tensor to be saved is not finite
     #[arg(
         long,
         value_enum,
@@ -166,10 +166,10 @@ pub(crate) struct TrainingArgs {
         hide_short_help = true
     )]
     pub(crate) nan: NotFinite,
-    /// Device: flex (the CPU) or a GPU backend; not with --compile
+    /// Device: flex (the CPU), or a GPU backend, which conflicts with --compile
     ///
-    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of that name. Ranks on a machine use
-    /// its devices 0, 1 and so on; with wgpu:0, all ranks use device 0.
+    /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of the same name. The ranks on a
+    /// machine use its devices 0, 1 and so on. With wgpu:0, all ranks share device 0.
     #[arg(
         long,
         value_name = "DEVICE",
@@ -179,27 +179,27 @@ pub(crate) struct TrainingArgs {
     pub(crate) device: DeviceName,
     /// Compute type of parameters and activations; f16 scales the loss
     ///
-    /// The optimizer's master parameters stay f32.
+    /// The optimizer updates f32 master parameters.
     #[arg(long, value_enum, default_value_t = Float::F32, help_heading = MEMORY)]
     pub(crate) precision: Float,
     /// Type in which gradients are reduced; f16 needs --precision f16 [default: --precision]
     #[arg(long, value_enum, help_heading = MEMORY, hide_short_help = true)]
     pub(crate) reduce_dtype: Option<Float>,
-    /// Compile the whole step into one graph, which takes less memory
+    /// Compile the whole step into one graph, which needs less memory
     ///
-    /// The losses equal the eager engine's, and saved steps work with both. Conflicts with --device other than flex,
-    /// --offload, --no-sync and --prefetch of more than 1.
+    /// Losses equal the eager engine's, and either engine can resume the other's saved steps. Conflicts with a --device
+    /// other than flex, --offload, --no-sync and a --prefetch above 1.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) compile: bool,
-    /// Recompute activations in backward instead of keeping them
+    /// Recompute the activations of each block in backward instead of keeping them
     ///
-    /// Recomputes each block. With --compile, conflicts with --unit-size.
+    /// With --compile, conflicts with --unit-size.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) activation_checkpointing: bool,
     /// With --compile: limit planned peak memory per rank, e.g. 400MiB
     ///
-    /// Recomputes as few blocks as necessary. The plan is the exact peak of tensors times a measured factor. Conflicts with
-    /// --activation-checkpointing, --accumulate and --precision f16.
+    /// Recomputes as few blocks as necessary. The planned peak is the exact peak of the tensors, times a measured
+    /// factor. Conflicts with --activation-checkpointing, --accumulate and --precision f16.
     #[arg(
         long,
         value_name = "BYTES",
@@ -214,10 +214,10 @@ pub(crate) struct TrainingArgs {
     /// This saves traffic, but keeps whole gradients in memory.
     #[arg(long, help_heading = MEMORY, hide_short_help = true)]
     pub(crate) no_sync: bool,
-    /// With --compile: prove before the first step that the plans of the run compute the traced step
+    /// With --compile: prove before the first step that the run's plans compute the traced step
     ///
-    /// The proof uses a narrower model and few tokens, for which the passes make the same decisions. Steps with other
-    /// plans are rejected. Evaluations are not proved.
+    /// The proof uses a narrower model and few tokens, for which the passes make the same decisions. A step that needs
+    /// another plan is rejected. Evaluations are not proved.
     #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) certify: bool,
 }
@@ -234,7 +234,7 @@ pub(crate) struct ShardingArgs {
     /// Sharding strategy
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Copies of the shards with hybrid-shard, or `host` for one per machine [default: 2]
+    /// Number of copies of the shards with hybrid-shard, or `host` for one per machine [default: 2]
     ///
     /// Must divide --ranks. Needs --strategy hybrid-shard.
     #[arg(long, value_name = "REPLICAS")]
@@ -242,7 +242,7 @@ pub(crate) struct ShardingArgs {
     /// Make a unit of each module with at least this many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]
     pub(crate) unit_size: Option<usize>,
-    /// Maximum time that a rank waits for the others in an operation
+    /// Maximum time that a rank waits for the others in one operation
     #[arg(
         long,
         value_name = "SECONDS",
@@ -265,9 +265,9 @@ pub(crate) struct ShardingArgs {
     /// SIGINT, SIGHUP or SIGUSR1.
     #[arg(long, value_name = "FOLDER", help_heading = MEMORY)]
     pub(crate) offload: Option<PathBuf>,
-    /// Units to gather ahead of their use; at most 1 with --compile
+    /// Number of units to gather before their use; at most 1 with --compile
     ///
-    /// [default: 1 with processes; 0 with threads, where nothing overlaps]
+    /// [default: 1 with processes; 0 with threads, which do not overlap communication]
     #[arg(long, value_name = "UNITS", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) prefetch: Option<usize>,
 }
@@ -304,15 +304,15 @@ pub(crate) struct CheckpointArgs {
     /// time. If it contains steps, add --resume or --overwrite.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
-    /// Steps between additional background saves
+    /// Also save every STEPS steps, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Number of newest steps to keep [default: all]
+    /// Number of newest saved steps to keep [default: all]
     ///
-    /// 1 keeps two, because only the next training step shows whether the newest one gives finite losses.
+    /// 1 keeps two, because only the next training step shows whether the newest saved step yields a finite loss.
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
-    /// Continue from a saved step, or start fresh if there is none
+    /// Continue from a saved step, or from scratch if there is none
     #[arg(
         long,
         value_enum,
@@ -323,7 +323,7 @@ pub(crate) struct CheckpointArgs {
         requires = "checkpoint_dir"
     )]
     pub(crate) resume: Option<ResumeFrom>,
-    /// Remove the saved steps and start fresh; not with --resume
+    /// Remove the saved steps and train from scratch; not with --resume
     #[arg(long, requires = "checkpoint_dir", conflicts_with = "resume")]
     pub(crate) overwrite: bool,
     /// Time after which a save is abandoned; training continues during saves
@@ -372,17 +372,17 @@ pub(crate) struct OutputArgs {
     pub(crate) json: bool,
     /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto
     ///
-    /// It shows each rank's computation, communication and memory, in the first measured step that follows at least two
-    /// steps.
+    /// Shows each rank's computation, communication and memory in one step: the first measured one after at least two
+    /// others.
     #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
-    /// Report utilization: the median step's arithmetic rate over the measured rate of 32-bit matrix products
+    /// Report utilization: the median step's arithmetic rate divided by the measured rate of 32-bit matrix products
     ///
-    /// The rate of matrix products is measured on all ranks at once, after training. A step counts the model's
-    /// operations, without recomputation.
+    /// The rate of matrix products is measured on all ranks at once, after training. The step's rate counts the model's
+    /// operations, but not recomputation.
     #[arg(long, help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) utilization: bool,
-    /// Write checksums of the operands of each rank's operations into this folder, for `burn-fsdp diff`
+    /// Write checksums of each rank's operation inputs and outputs into this folder, for `burn-fsdp diff`
     ///
     /// Replaces the files of an earlier run. Implies --check agreement.
     #[arg(long, value_name = "FOLDER", help_heading = DIAGNOSTICS, hide_short_help = true)]

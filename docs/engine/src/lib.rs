@@ -1,7 +1,7 @@
-//! An engine of one's own for a sharded module: it replaces the all-gathers and the reduce-scatters, and leaves all
-//! other operations to the engine of the launch.
+//! A custom engine for a sharded module: it replaces all-gathers and reduce-scatters, and leaves all other operations
+//! to the engine of the launch.
 //!
-//! Ranks are threads. They put their sources on a shelf, and each takes what it needs from there.
+//! Ranks are threads. They put their sources on a shelf, and each rank copies the bytes that it needs.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,15 +10,15 @@ use std::sync::{Arc, Mutex};
 use burn_fsdp_collectives::engine::*;
 use burn_fsdp_collectives::{Buffer, Operation, OperationKind, Source};
 
-/// The sources of one operation, by rank of the group.
+/// The sources of one operation, indexed by rank.
 #[derive(Debug)]
 pub struct Shelf {
     places: Vec<Mutex<Option<Arc<[Source]>>>>,
-    /// Ranks that may still read, and one more until the places are empty.
+    /// The number of ranks that may still read, plus one until the places are empty.
     num_open: AtomicUsize,
 }
 
-/// The shelves of all operations, by the numbers of group and operation. All ranks share them.
+/// The shelves of all operations, keyed by group number and sequence number. All ranks share them.
 pub type Shelves = Arc<Mutex<HashMap<(u64, u64), Arc<Shelf>>>>;
 
 /// A rank's handle to a group.
@@ -79,11 +79,11 @@ impl Engine for ShelfEngine {
                 .all(|place| place.lock().unwrap().is_some())
         };
         if is_full(&shelf) {
-            // Every rank that needs it has it.
+            // Every rank already has a reference to the shelf.
             shelves.remove(&key);
         }
         Box::new(ShelfFlight {
-            // After the sources, so a rank that has all claims finds all sources.
+            // Posted after the sources, so a rank that has all claims finds all sources.
             meeting: self.inner.post(&request.operation, request.claim),
             control: self.control().clone(),
             shelf,
@@ -111,7 +111,7 @@ struct ShelfFlight {
 }
 
 impl ShelfFlight {
-    /// Fills the buffers. Reductions add in rank order, so the bits are the same as with any engine.
+    /// Fills the buffers. Reductions add in rank order, so the bits are the same as with any other engine.
     fn fill(&mut self, sources: &[Arc<[Source]>], into: &mut [Buffer]) {
         let signature = &self.meeting.claim(self.rank).signature;
         for (part, buffer) in into.iter_mut().enumerate() {
@@ -130,7 +130,7 @@ impl ShelfFlight {
         }
     }
 
-    /// Compares the addends with the checksums that their ranks have announced. The group compares moved bytes.
+    /// Compares the addends with the checksums that their ranks announced. The group compares moved bytes.
     fn compare(&mut self, sources: &[Arc<[Source]>]) {
         self.findings.altered = (0..sources.len()).find_map(|from| {
             let Claim {
@@ -144,14 +144,14 @@ impl ShelfFlight {
         });
     }
 
-    /// Reads nothing more. The last rank empties the shelf.
+    /// Ends this rank's reads. The last rank to finish empties the shelf.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.is_done, true) {
             return;
         }
         let empty = |place: &Mutex<_>| *place.lock().unwrap() = None;
         if self.control.failure().is_some() {
-            // Not every rank may ever finish.
+            // Some ranks may never finish.
             empty(&self.shelf.places[self.rank]);
         }
         if self.shelf.num_open.fetch_sub(1, Ordering::AcqRel) == 2 {

@@ -1,4 +1,4 @@
-//! The engine keeps the contract of all engines.
+//! The engine satisfies the contract of all engines.
 
 use shelf_engine::{ShelfEngine, Shelves};
 

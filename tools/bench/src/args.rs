@@ -41,7 +41,7 @@ pub(crate) struct BenchArgs {
     /// Case to measure; repeat for several [default: all]
     #[arg(long = "case", value_enum, value_name = "CASE")]
     pub(crate) cases: Vec<Case>,
-    /// Number of runs of each side of a case; the side that runs first alternates
+    /// Number of runs of each side per case; the sides take turns running first
     #[arg(long, default_value_t = 20)]
     pub(crate) pairs: usize,
     /// Number of measured steps per run
@@ -56,10 +56,10 @@ pub(crate) struct BenchArgs {
     /// Python with torch and numpy to use instead of installing one; not with --no-peers
     #[arg(long, value_name = "PYTHON")]
     pub(crate) python: Option<PathBuf>,
-    /// The `burn-fsdp` program to measure [default: the one in the folder of this program]
+    /// The `burn-fsdp` program to measure [default: the one next to this program]
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) command: Option<PathBuf>,
-    /// Measure only our side
+    /// Measure only burn-fsdp
     #[arg(long, conflicts_with_all = ["peers", "python"])]
     pub(crate) no_peers: bool,
     /// Write every measurement to this file, as JSON, after each pair

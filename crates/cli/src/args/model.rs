@@ -17,13 +17,13 @@ pub(crate) struct ModelArgs {
     /// llama and gpt2 take their sizes from config.json in the --init folder.
     #[arg(long, value_enum)]
     pub(crate) model: Option<TrainedModelArg>,
-    /// Transformer blocks; gpt only [default: 3]
+    /// Number of transformer blocks; gpt only [default: 3]
     #[arg(long)]
     pub(crate) layers: Option<usize>,
     /// Hidden size, a multiple of --heads; gpt only [default: 128]
     #[arg(long)]
     pub(crate) dim: Option<usize>,
-    /// Attention heads; gpt only [default: 4]
+    /// Number of attention heads; gpt only [default: 4]
     #[arg(long)]
     pub(crate) heads: Option<usize>,
     /// Vocabulary size; gpt only [default: the tokenizer's size, at least 256]
@@ -31,10 +31,10 @@ pub(crate) struct ModelArgs {
     /// Text needs at least the tokenizer's size, or 256 for bytes.
     #[arg(long, hide_short_help = true)]
     pub(crate) vocab: Option<usize>,
-    /// Tokens in a sequence
+    /// Sequence length in tokens
     #[arg(long, default_value_t = 128)]
     pub(crate) seq: usize,
-    /// Seed of the initial weights, the text windows and the sample
+    /// Seed for the initial weights, the text windows and the sample
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Write the initial weights to this safetensors file before training; not with --lora
@@ -42,12 +42,12 @@ pub(crate) struct ModelArgs {
     pub(crate) save_init: Option<PathBuf>,
     /// Start from this Hugging Face folder or safetensors file
     ///
-    /// A file must use PyTorch's names. Each rank reads only its shards.
+    /// A file must use PyTorch's parameter names. Each rank reads only its shards.
     #[arg(long, value_name = "PATH", help_heading = FINE_TUNING)]
     pub(crate) init: Option<PathBuf>,
     /// Freeze the weights of --init, and train LoRA adapters of this rank
     ///
-    /// All matrices of the blocks are adapted. Saved steps contain only the adapters; pass the same --init to resume.
+    /// Adapts all matrices of the blocks. Saved steps contain only the adapters; pass the same --init to resume.
     /// Conflicts with --save-init, --no-decay and --optimizer muon.
     #[arg(long, value_name = "RANK", requires = "init", help_heading = FINE_TUNING)]
     pub(crate) lora: Option<usize>,
@@ -70,7 +70,7 @@ pub(crate) enum TrainedModelArg {
     Gpt,
     /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
     Llama,
-    /// GPT-2 as published
+    /// The published GPT-2 architecture
     Gpt2,
 }
 
@@ -79,12 +79,12 @@ pub(crate) enum TrainedModelArg {
 pub(crate) struct DataArgs {
     /// Text file or folder to train on [default: Burn's source code]
     ///
-    /// Only the first 16 MiB are read. --seed selects the text windows. The last 5 % are held out for evaluation, or
-    /// every 20th file of Burn's source code, as downloaded by cargo. Hidden files, binary files and files of this run
-    /// are skipped and counted.
+    /// Only the first 16 MiB are read. --seed selects the text windows. The last 5 % of the text is held out for
+    /// evaluation. Of Burn's source code, which cargo has downloaded, every 20th file is held out. Hidden files, binary
+    /// files and files of this run are skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
-    /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]
+    /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,
     /// Train on synthetic tokens; not with --data or --tokenizer
@@ -97,7 +97,7 @@ pub(crate) struct DataArgs {
     /// Has no effect with --synthetic.
     #[arg(long, value_name = "STEPS")]
     pub(crate) eval_every: Option<usize>,
-    /// Maximum number of held-out batches in an evaluation; 0 for no evaluation
+    /// Maximum number of held-out batches per evaluation; 0 for no evaluation
     #[arg(
         long,
         value_name = "BATCHES",

@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 /// The heading of hyperparameters that only some optimizers have.
-const HYPERPARAMETERS: &str = "Optimizer hyperparameters, for the optimizers that have them";
+const HYPERPARAMETERS: &str = "Optimizer hyperparameters, for the optimizers that use them";
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Training")]
@@ -14,8 +14,8 @@ pub(crate) struct OptimizerArgs {
     pub(crate) optimizer: OptimizerName,
     /// Weight decay [default: 0.01 for adamw and muon, else 0]
     ///
-    /// Applies to all parameters except --no-decay. adamw, adan, lion and muon decouple it; the others add it to
-    /// gradients.
+    /// Applies to all parameters except those that --no-decay selects. adamw, adan, lion and muon decouple it; the
+    /// others add it to gradients.
     #[arg(long, value_name = "DECAY", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f32>,
     /// Parameters without weight decay: `vectors` for all one-dimensional ones, or a path pattern; repeatable
@@ -42,7 +42,7 @@ pub(crate) struct OptimizerArgs {
         hide_short_help = true
     )]
     pub(crate) beta2: Option<f32>,
-    /// Added to the denominator [default: 1e-8]
+    /// Epsilon, added to the update's denominator [default: 1e-8]
     #[arg(
         long,
         allow_negative_numbers = true,

@@ -25,10 +25,10 @@ pub(crate) struct PlanArgs {
     /// Size: gpt 7b, 13b, 70b, 175b, 1t; llama 7b, 8b, 13b, 34b, 70b, 175b, 1t
     #[arg(long, value_name = "NAME", help_heading = "Model")]
     pub(crate) preset: String,
-    /// Tokens in a sequence [default: the model's]
+    /// Sequence length in tokens [default: the model's]
     #[arg(long, help_heading = "Model")]
     pub(crate) seq: Option<usize>,
-    /// Sequences in a step on each rank
+    /// Sequences per step on each rank
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub(crate) batch: usize,
     /// Ranks, one per device
@@ -55,7 +55,7 @@ pub(crate) struct PlanArgs {
         help_heading = DEVICES
     )]
     pub(crate) strategy: PlannedStrategyArg,
-    /// Units to gather ahead of their use
+    /// Number of units to gather before their use
     ///
     /// `train` uses 1 with processes and 0 with threads.
     #[arg(
@@ -68,7 +68,7 @@ pub(crate) struct PlanArgs {
     pub(crate) prefetch: usize,
     /// Compute type [default: bf16; f32 with --compile]
     ///
-    /// The type of gathered parameters and activations. Sharded parameters have 32 bits.
+    /// The type of gathered parameters and of activations. Sharded parameters are f32.
     #[arg(long, value_enum, help_heading = MEMORY)]
     pub(crate) precision: Option<PrecisionArg>,
     /// What to recompute in backward; `full` if no value is given
@@ -84,14 +84,12 @@ pub(crate) struct PlanArgs {
         help_heading = MEMORY
     )]
     pub(crate) activation_checkpointing: CheckpointingArg,
-    /// Keep sharded state in host memory; not with --compile
-    ///
-    /// Sharded state is parameters, gradients and optimizer state.
+    /// Keep sharded parameters, gradients and optimizer state in host memory; not with --compile
     #[arg(long, help_heading = MEMORY)]
     pub(crate) offload: bool,
     /// Plan the compiled step from its traced graph
     ///
-    /// More than 8 blocks are extrapolated from the plans of 6 and 8 blocks.
+    /// A plan for more than 8 blocks is extrapolated from plans for 6 and 8 blocks.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) compile: bool,
     /// With --compile: trace every block
@@ -101,7 +99,7 @@ pub(crate) struct PlanArgs {
     pub(crate) every_block: bool,
     /// With --compile: prove that the plan computes the traced step
     ///
-    /// The proof covers all blocks, narrowed to a few elements, on at most 8 ranks.
+    /// The proof covers all blocks, with widths narrowed to a few elements, on at most 8 ranks.
     #[arg(long, requires = "compile", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) certify: bool,
     /// With --compile: write the planned graphs into this folder, as `train` does
@@ -116,7 +114,7 @@ pub(crate) struct PlanArgs {
     /// Print one JSON object instead of text
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
-    /// Draw memory over the step into this SVG file
+    /// Draw memory use over the step into this SVG file
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) svg: Option<PathBuf>,
 }

@@ -33,9 +33,9 @@ pub(crate) struct ConsolidateArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FormatArg {
-    /// Only the tensors
+    /// Tensors only, without a configuration
     Safetensors,
-    /// Folder for transformers and `train --init`, with config.json and the tensors; for a --lora step, a folder for
+    /// Folder with config.json and the tensors, for transformers and `train --init`; for a --lora step, a folder for
     /// peft
     HuggingFace,
 }
@@ -67,21 +67,21 @@ pub(crate) struct GenerateArgs {
     /// Hugging Face folder instead of a step, or the base model of a --lora step
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// tokenizer.json, or `bytes` for one token per byte [default: tokenizer.json of --init, else bytes]
+    /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<TokenizerArg>,
     /// Text to continue
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Maximum number of tokens to generate; an --init model may stop earlier
+    /// Maximum number of tokens to generate; a model from --init may stop earlier
     ///
     /// Counts bytes if there is no tokenizer.
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
-    /// Sampling temperature; 0 always picks the likeliest token
+    /// Sampling temperature; 0 always picks the most likely token
     #[arg(long, default_value_t = crate::text::TEMPERATURE, allow_negative_numbers = true)]
     pub(crate) temperature: f64,
-    /// Seed of the random choices
+    /// Seed for sampling
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Ranks: threads, or the processes of mpirun or srun [default: 1 thread, or all processes]
@@ -90,7 +90,7 @@ pub(crate) struct GenerateArgs {
     /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Maximum time that a rank waits for the others in an operation
+    /// Maximum time that a rank waits for the others in one operation
     #[arg(
         long,
         value_name = "SECONDS",

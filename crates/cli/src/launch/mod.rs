@@ -22,12 +22,12 @@ pub(crate) use signals::ONE_REQUEST;
 #[derive(Debug, Args)]
 #[command(after_help = LAUNCH_AFTER_HELP, after_long_help = LAUNCH_AFTER_LONG_HELP)]
 pub(crate) struct LaunchArgs {
-    /// Maximum number of restarts; a command with exit code 2, an input error, is not restarted
+    /// Maximum number of restarts; a command that exits with 2, an input error, is not restarted
     #[arg(long, value_name = "TIMES", default_value_t = 3)]
     pub(crate) max_restarts: usize,
     /// Number of ranks for each start, substituted for {ranks} in the command
     ///
-    /// All further starts use the last number.
+    /// Takes a comma-separated list. Further starts use its last number.
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub(crate) ranks: Vec<usize>,
     /// Command to run, after --
@@ -46,16 +46,16 @@ The exit code is the command's, or 128 + N if signal N ended it. `--help` also d
 
 const LAUNCH_AFTER_LONG_HELP: &str = "\
 Signals:
-  SIGTERM, SIGINT, SIGHUP and SIGUSR1 make all trainings below save and end, even inside scripts and
-  launchers. Nothing is started after that. Signals within one second count as one. A later signal,
-  or SIGQUIT, ends the trainings at once.
+  SIGTERM, SIGINT, SIGHUP and SIGUSR1 make all training runs below save and exit, even inside scripts
+  and launchers. Nothing is started after that. Signals within one second count as one. A later
+  signal, or SIGQUIT, ends the training runs at once.
 
-  If no process below is burn-fsdp, the signal goes to the command's process group. It also does if a
-  script runs another command for more than 5 s after its trainings.
+  If no process below is burn-fsdp, the signal goes to the command's process group. It also goes
+  there if a script runs another command for more than 5 s after its training runs.
 
-  A process that ignores or traps the first signal is waited for. 5 s after the later signal or
-  SIGQUIT, all remaining processes are killed. If this process is killed, the trainings below also
-  save and end.
+  `launch` waits for a process that ignores or traps the first signal. 5 s after the later signal or
+  SIGQUIT, it kills all remaining processes. If `launch` itself is killed, the training runs below
+  also save and exit.
 
 Environment of the command:
   BURN_FSDP_RESTART  number of the restart, 0 for the first start
