@@ -1,10 +1,10 @@
 //! Matrix products.
 //!
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
-//! there. For products of halves, it converts the operands to 32-bit copies, element by element. Here the same library
-//! writes a product only once, with the same bits. Products of halves have 32-bit sums that are rounded once.
-//! Processors with fast bf16 instructions multiply the halves directly. Others multiply a 32-bit copy of a part of each
-//! factor at a time.
+//! there. In `bf16`, it first converts the operands to 32-bit copies, element by element. In 32 bits, this module calls
+//! the same library, but writes a product only once, with the same bits. In `bf16`, it sums in 32 bits and rounds once.
+//! Processors with fast `bf16` instructions multiply directly. Others multiply 32-bit copies of a part of each factor
+//! at a time.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;

@@ -63,10 +63,10 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         cross_entropy(logits, targets.reshape([batch * time]))
     }
 
-    /// Returns the logits `[batch * time, vocab]` of the token after each position of `[batch, time]`. `run` runs
-    /// each block.
+    /// Returns the logits `[batch * time, vocab]` of the token after each of `tokens`, `[batch, time]`. `run` runs each
+    /// block.
     ///
-    /// The sequences form one matrix from the embedding to the head, so a linear layer multiplies with its weight
+    /// The sequences form one matrix from the embedding to the head, so a linear layer multiplies it by its weight
     /// directly. For inputs with three dimensions, Burn first reshapes the weight. Autodiff then keeps that view, and
     /// with it the weight, until the backward pass.
     ///

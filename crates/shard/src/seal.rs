@@ -52,7 +52,7 @@ pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
     one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
 }
 
-/// Flips a bit of a flat tensor without autodiff, if a test injects a fault at `at`.
+/// Flips a bit of a flat tensor without autodiff if fault injection requests it at `at`.
 pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
@@ -82,7 +82,7 @@ impl Held {
         check(group, Some(&self.seal), &self.value, what)
     }
 
-    /// Flips a bit of the value, if a test injects a fault at `at`.
+    /// Flips a bit of the value if fault injection requests it at `at`.
     pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
         flip_if_told(group, at, &mut self.value);
     }

@@ -27,7 +27,7 @@ pub struct Staged {
 pub struct Transfers {
     /// The number of copies.
     pub number: usize,
-    /// Their total bytes.
+    /// The total bytes copied.
     pub bytes: usize,
 }
 

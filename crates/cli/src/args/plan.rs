@@ -47,7 +47,7 @@ pub(crate) struct PlanArgs {
     pub(crate) gpu_memory: Option<u64>,
     /// Sharding strategy
     ///
-    /// For hybrid-shard, plan a single shard group.
+    /// To plan hybrid-shard, set --ranks to the size of a shard group.
     #[arg(
         long,
         value_enum,

@@ -52,7 +52,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     recomputed: Vec<String>,
     /// A sharded model for generation, created when it is first needed.
     model: Option<A::Model>,
-    /// The adapters, if only they are trained.
+    /// The adapters, if nothing else is trained.
     adapters: Option<Adapters>,
 }
 

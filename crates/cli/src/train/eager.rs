@@ -38,7 +38,7 @@ pub(crate) struct Eager<'a, A: Architecture> {
     batches: Batches,
     /// The model; `None` during a step, and after a failed step.
     model: Option<A::Model>,
-    /// The adapters, if only they are trained.
+    /// The adapters, if nothing else is trained.
     adapters: Option<Adapters>,
     plan: WrapPlan,
     optimizer: Optimizer,

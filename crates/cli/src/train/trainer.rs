@@ -44,7 +44,7 @@ pub(crate) trait Trainer {
         None
     }
 
-    /// Returns the adapters that are saved instead of the whole model, if only they are trained.
+    /// Returns the adapters that are saved instead of the whole model, if nothing else is trained.
     fn adapters(&self) -> Option<&Adapters> {
         None
     }

@@ -224,7 +224,7 @@ impl Generation {
         seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
     }
 
-    /// Flips a bit of the value of `slot`, if a test injects that fault.
+    /// Flips a bit of the value of `slot` if fault injection requests it.
     pub(crate) fn flip_if_told(&self, slot: usize) {
         let mut held = self.held(slot);
         let before = held.plain.clone();

@@ -124,7 +124,7 @@ impl<S: RecordState> SealedState<S> {
     }
 }
 
-/// Flips a bit of a state tensor, if a test injects that fault.
+/// Flips a bit of a state tensor if fault injection requests it.
 fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();

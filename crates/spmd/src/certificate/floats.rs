@@ -1,8 +1,7 @@
 //! Checks kernels against their composed forms in 64-bit floats.
 //!
 //! In the field, the composed form replaces a kernel. This module checks the replacement on random operands in the
-//! shapes of the kernel's call. The kernel runs in 32 bits or in halves, as in the step, and its composed form in 64
-//! bits.
+//! shapes of the kernel's call. The kernel runs in 32 or 16 bits, as in the step, and its composed form in 64 bits.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +20,7 @@ use crate::graph::{Flops, Graph, Node};
 /// Maximum difference due to 32-bit rounding, relative to the largest result or one, whichever is larger.
 const ROUNDING: f64 = 2e-5;
 
-/// Maximum difference for halves, which are rounded once at the end, relative to the largest result. [`ROUNDING`] is
+/// Maximum difference of 16-bit results, which are rounded once, relative to the largest result. [`ROUNDING`] is
 /// added to it.
 const ROUNDING_OF_HALVES: f64 = 1.0 / 256.0;
 
@@ -37,8 +36,7 @@ pub(super) struct Difference {
     pub(super) reason: String,
 }
 
-/// Maximum number of multiplications and elements of a call that is checked at its own shapes. Larger calls are checked
-/// at the twin's shapes.
+/// Maximum [`work`] of a call that is checked at its own shapes. Larger calls are checked at the twin's shapes.
 const MOST_WORK: u64 = 1 << 21;
 
 /// Checks every kernel of a graph, once for each combination of shapes and scalars. Shapes are the graph's, or its
@@ -69,7 +67,7 @@ pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usiz
         .collect())
 }
 
-/// Returns the number of multiplications and elements of a call. Matrix products count zero, because they are shrunk
+/// Returns the multiplications plus the elements of a call. Matrix products count as zero, because they are shrunk
 /// before the check.
 fn work(node: &Node) -> u64 {
     let elements = node.operation.nodes().into_iter();

@@ -116,12 +116,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// Errors of tracing, for the first batch of its shapes; parameters are unchanged then. [`Error::GraphsDiffer`] or
-    /// [`Error::PeerNotReady`] on all ranks if they are not about to run the same graph, for example because one has a
-    /// batch of a different shape. Nothing has changed then, and the run may continue. [`Error::NotRepeatable`], see
-    /// [`compile`](crate::compile()). [`Error::LossScale`] if gradients overflow at every scale: the step was skipped.
-    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after these, every call returns
-    /// [`Error::Poisoned`].
+    /// - Errors of tracing, for the first batch of its shapes. Parameters are unchanged.
+    /// - [`Error::GraphsDiffer`] or [`Error::PeerNotReady`], on all ranks, if they are not about to run the same graph,
+    ///   for example because one has a batch of a different shape. Nothing has changed, and the run may continue.
+    /// - [`Error::NotRepeatable`]: see [`compile`](crate::compile()).
+    /// - [`Error::LossScale`] if gradients overflow at every scale. The step was skipped.
+    /// - [`Error::Execution`] and [`Error::Collective`], from the step itself. After these, every call returns
+    ///   [`Error::Poisoned`].
     pub fn step(&mut self, rates: impl Into<ModuleLearningRate>, batch: &B) -> Result<f64, Error> {
         self.run(&rates.into(), batch, None)
     }

@@ -24,7 +24,7 @@ const MAX_INPUTS: usize = 12;
 /// Minimum number of elements for which a single operation is divided among threads.
 pub(super) const LARGE: usize = 1 << 16;
 
-/// The pass that fuses every chain of pointwise operations on 32-bit floats or halves into one operation, which reads
+/// The pass that fuses every chain of pointwise operations on 32- or 16-bit floats into one operation, which reads
 /// and writes memory once. Examples are the update of an optimizer, operations after a product, and a gate and its
 /// gradient.
 ///
@@ -35,7 +35,7 @@ pub(super) const LARGE: usize = 1 << 16;
 /// %9 = NumericFloat.Add(%7, %8)
 /// ```
 ///
-/// A single operation is also replaced if it is on halves or on many elements.
+/// A single operation is also replaced if it is on 16-bit floats or on many elements.
 ///
 /// No other operation may read the intermediate values. Results are bit-identical to the separate operations' (see
 /// [`PointwiseProgram`]). Placements do not change, because the pass runs after they are chosen. Fusion does not

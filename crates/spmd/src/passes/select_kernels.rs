@@ -13,8 +13,8 @@ use crate::graph::{Graph, Node, Sizes};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that selects kernels for matrix products, for casts to halves and back, and for sums along any dim except
-/// the last, of halves (`bf16`) or of many elements. Each computes the same function as the operation that it replaces.
+/// The pass that selects kernels for matrix products, for casts to `bf16` and back, and for sums along any dim except
+/// the last, of `bf16` or of many elements. Each computes the same function as the operation that it replaces.
 ///
 /// ```text
 /// before                                 after
@@ -22,7 +22,7 @@ use crate::transform::GraphTransform;
 /// ```
 ///
 /// Burn's CPU backend fills the memory of a product with zeros before it writes there, copies the product to aligned
-/// memory, and processes halves one by one. Results are bit-identical, except for products of halves. Both sum them in
+/// memory, and processes `bf16` element by element. Results are bit-identical, except for `bf16` products. Both sum in
 /// 32 bits, but the kernel does not convert the factors first, so it adds in a different order.
 ///
 /// The pass runs after collectives are placed, because the passes that place them only handle Burn's operations. Typing

@@ -15,7 +15,7 @@ use crate::graph::operation_name;
 /// lose none. Four cases do:
 ///
 /// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
-/// - host numbers that halves cannot represent;
+/// - host numbers that 16 bits cannot represent;
 /// - integers, such as targets;
 /// - random numbers that 16 bits cannot represent.
 pub(super) fn check_narrow(
@@ -75,7 +75,7 @@ fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Returns true if a number keeps its value in this type. Types other than halves always count as exact.
+/// Returns true if a number keeps its value in this type. Types other than f16 and bf16 count as exact.
 fn survives(value: ScalarIr, dtype: DType) -> bool {
     let value: f64 = value.elem();
     let kept = match dtype {

@@ -42,8 +42,8 @@ use pattern::Patterns;
 /// A function is replaced together with its gradient or not at all. Both must consist of exactly the operations that
 /// Burn composes, and no other operation may read their intermediate values. Values differ from the replaced
 /// operations' by at most about 1e-7 of the largest in a row, because sums are taken in a different order, and the
-/// kernels have their own `exp` and `erf`. In halves they differ by at most a 256th of it, because a kernel rounds once
-/// and the composed form rounds at every step.
+/// kernels have their own `exp` and `erf`. In 16 bits, they differ by at most a 256th of it, because a kernel rounds
+/// once and the composed form rounds at every step.
 ///
 /// In a graph whose values are placed, the pass runs after the placement. Products are not replaced then, nor are
 /// operations over a sharded dim that ranks combine.

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::kernels::{are_alike, fused_node};
 
-/// An operation of a pattern on 32-bit floats or halves, without its operands.
+/// An operation of a pattern on 32- or 16-bit floats, without its operands.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Add,
@@ -22,9 +22,9 @@ pub(super) enum Kind {
     Mul,
     Div,
     Neg,
-    /// Cast from halves to 32 bits.
+    /// Cast from 16 to 32 bits.
     Widen,
-    /// Cast from 32 bits to halves.
+    /// Cast from 32 to 16 bits.
     Narrow,
     Exp,
     Log,

@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 
-/// Rows over the root of their mean square plus epsilon, times gamma.
+/// `rows / sqrt(mean_square(rows) + epsilon) * gamma`.
 pub(super) struct Scaled {
     pub(super) rows: TensorId,
     pub(super) gamma: TensorId,
@@ -19,7 +19,7 @@ pub(super) struct Scaled {
     variance: TensorId,
     deviation: TensorId,
     normal: TensorId,
-    /// The rows that are squared. For halves, Burn's root-mean-square norm widens them to 32 bits.
+    /// The rows that are squared. In 16 bits, Burn's root-mean-square norm widens them to 32 bits.
     squared: TensorId,
 }
 

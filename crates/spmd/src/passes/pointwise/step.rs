@@ -11,7 +11,7 @@ use burn_ir::{
 use crate::graph::Node;
 use crate::kernels::are_alike;
 
-/// A pointwise operation on 32-bit floats, or on halves.
+/// A pointwise operation on 32- or 16-bit floats.
 pub(super) struct Form<'a> {
     operation: Step,
     first: &'a TensorIr,

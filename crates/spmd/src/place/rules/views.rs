@@ -73,7 +73,7 @@ fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     same(input, letters, out, out_letters)
 }
 
-/// Returns, for each group of dims with equal products, the outermost input and output dims larger than 1.
+/// Groups input and output dims of equal product. Returns the outermost on each side, ignoring dims of size 1.
 fn groups(from: &[usize], to: &[usize]) -> Vec<(usize, usize)> {
     let real = |shape: &[usize]| -> Vec<(usize, usize)> {
         let dims = shape.iter().copied().enumerate();
