@@ -1,6 +1,7 @@
 //! The command-line arguments and their help texts.
 
 mod check;
+mod config_file;
 mod headings;
 mod model;
 mod optimizer;
@@ -17,6 +18,7 @@ use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
+pub(crate) use config_file::{as_file, resumes, with_flags_of_file};
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
@@ -102,6 +104,15 @@ pub(crate) struct ManualArgs {
 #[derive(Debug, Args)]
 #[command(after_help = TRAIN_AFTER_HELP, after_long_help = TRAIN_AFTER_LONG_HELP)]
 pub(crate) struct TrainArgs {
+    /// Read flags from a TOML file, such as `steps = 1000`; flags on the command line replace its flags
+    ///
+    /// Keys are long flags without dashes. Flags without a value are true or false. Flags that may be repeated take
+    /// lists. Paths are relative to the working directory.
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub(crate) config: Option<PathBuf>,
+    /// Print all flags as a file for --config, with defaults as comments, and exit
+    #[arg(long, help_heading = "Configuration", hide_short_help = true)]
+    pub(crate) print_config: bool,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     #[command(flatten)]
@@ -143,12 +154,15 @@ pub(crate) struct TrainingArgs {
         allow_negative_numbers = true
     )]
     pub(crate) lr: f64,
-    /// Learning rate schedule; cosine decays to a tenth of --lr
+    /// Learning rate schedule, after --lr-warmup
     #[arg(long, value_enum, value_name = "SHAPE", default_value_t = LrSchedule::Constant)]
     pub(crate) lr_schedule: LrSchedule,
     /// Steps over which the learning rate rises to --lr
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
+    /// With --lr-schedule wsd: last steps, over which the rate falls to 0 [default: a tenth of all steps]
+    #[arg(long, value_name = "STEPS", hide_short_help = true)]
+    pub(crate) lr_decay: Option<usize>,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
     /// Clip the global gradient norm to this value [default: no clipping]
@@ -404,8 +418,14 @@ pub(crate) struct OutputArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum LrSchedule {
+    /// Stay at --lr
     Constant,
+    /// Fall along half a cosine to a tenth of --lr
     Cosine,
+    /// Fall linearly to 0, which the step after the last would have
+    Linear,
+    /// Stay at --lr, then fall linearly to 0 over the last --lr-decay steps
+    Wsd,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -118,6 +118,9 @@ pub(crate) enum InputError {
     #[error("{flag} is 0; it must be at least 1")]
     Zero { flag: &'static str },
 
+    #[error("--config {}: {problem}", path.display())]
+    Config { path: PathBuf, problem: String },
+
     #[error("{flag} is {value}; it must be {expected}")]
     OutOfRange {
         flag: &'static str,

@@ -33,12 +33,15 @@ mod text;
 mod train;
 mod weights;
 
+use std::env;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::Parser;
+use clap::{ArgMatches, CommandFactory, FromArgMatches};
 use tracing_subscriber::EnvFilter;
+
+use burn_fsdp::internals::collectives::processes;
 
 use crate::args::{Cli, Command};
 use crate::error::Failure;
@@ -51,12 +54,21 @@ use crate::train::TrainConfig;
 static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 fn main() -> ExitCode {
-    let Cli { command } = Cli::parse();
+    let line = args::with_flags_of_file(env::args_os().collect());
+    let matches = match &line {
+        Ok(line) => Cli::command().get_matches_from(line),
+        Err(error) => {
+            console::tell(format_args!("error: {error}"));
+            return ExitCode::from(2);
+        }
+    };
+    let Cli { command } = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     log_to_stderr();
     take_file_size_limits_as_errors();
     burn_fsdp::allocator::keep_freed_memory();
     tether::watch();
     let result = match command {
+        Command::Train(args) if args.print_config => print_config(&matches),
         Command::Train(args) => TrainConfig::from_args(*args)
             .map_err(Failure::from)
             .and_then(train::run),
@@ -84,6 +96,15 @@ fn main() -> ExitCode {
             train::let_launcher_hear();
             failure.exit_code()
         }
+    }
+}
+
+/// Prints the flags of `train`, once for all processes of a launcher.
+fn print_config(matches: &ArgMatches) -> Result<(), Failure> {
+    let is_first = processes().ok().flatten().is_none_or(|own| own.rank == 0);
+    match matches.subcommand() {
+        Some((_, train)) if is_first => console::answer(args::as_file(train)),
+        _ => Ok(()),
     }
 }
 

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use signal_hook::consts::SIGTERM;
 
-use crate::console;
 use crate::error::{Failure, InputError};
 use crate::tether::Tether;
+use crate::{args, console};
 use below::{Below, Left};
 use signals::{Order, Signals};
 
@@ -143,10 +143,9 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
         });
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
-    let trains = args.command.windows(2).any(is_own);
-    let is_resume = |word: &String| word == "--resume" || word.starts_with("--resume=");
-    let resumes = args.command.iter().any(is_resume);
-    if args.max_restarts > 0 && trains && !resumes {
+    let training = args.command.windows(2).position(is_own);
+    let starts_over = training.is_some_and(|at| !args::resumes(&args.command[at + 2..]));
+    if args.max_restarts > 0 && starts_over {
         return Err(InputError::Restart {
             problem: "each restart of `train` would train from scratch; pass it --checkpoint-dir, --save-every and \
                  --resume=newest-good",

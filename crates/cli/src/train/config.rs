@@ -144,6 +144,7 @@ impl TrainConfig {
         check_batch(batch, ranks, args.training.accumulate)?;
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
+        let schedule = Schedule::new(&args.training)?;
         if args.training.compile {
             check_compiled(&args)?;
         }
@@ -187,7 +188,7 @@ impl TrainConfig {
             batch,
             steps: args.training.steps,
             warmup: args.training.warmup,
-            schedule: Schedule::new(&args.training),
+            schedule,
             settings,
             not_finite: args.training.nan,
             optimizer,

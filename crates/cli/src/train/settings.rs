@@ -53,6 +53,9 @@ impl Settings {
         division: Division,
     ) -> Self {
         let TrainArgs {
+            // Only the flags that they contain matter.
+            config: _,
+            print_config: _,
             model,
             data: of_data,
             training,
@@ -168,13 +171,14 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
 fn of_training(args: &TrainingArgs) -> Map<String, Value> {
     let TrainingArgs {
         batch,
-        // The end of a cosine schedule depends on the number of steps, see below. Otherwise, a run may be continued for
+        // The end of a falling schedule depends on the number of steps, see below. Otherwise, a run may be continued for
         // longer.
         steps,
         warmup,
         lr,
         lr_schedule,
         lr_warmup,
+        lr_decay,
         // Resolved values, from the recipe.
         optimizer: _,
         accumulate,
@@ -204,9 +208,12 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         "--precision": name_of(*precision),
         REDUCE_DTYPE: name_of(reduce_dtype.unwrap_or(*precision)),
     }));
-    if *lr_schedule == LrSchedule::Cosine {
+    if *lr_schedule != LrSchedule::Constant {
         let both = json!(warmup.saturating_add(*steps));
         all.insert("--warmup and --steps".to_owned(), both);
+    }
+    if *lr_schedule == LrSchedule::Wsd {
+        all.insert("--lr-decay".to_owned(), json!(lr_decay));
     }
     all
 }

@@ -3,7 +3,7 @@
 use crate::command::{Folder, Random, is_long};
 
 /// Training flags that take a number. Each run has at most one step.
-const NUMBERS: [&str; 30] = [
+const NUMBERS: [&str; 31] = [
     "--layers",
     "--dim",
     "--heads",
@@ -17,6 +17,7 @@ const NUMBERS: [&str; 30] = [
     "--steps",
     "--lr",
     "--lr-warmup",
+    "--lr-decay",
     "--beta1",
     "--beta2",
     "--eps",
@@ -174,6 +175,7 @@ fn paths_of_any_kind_are_accepted_or_rejected() {
             all.push([&TINY[..], &[flag, output]].concat());
         }
         all.push([&TINY[..], &["--init", path]].concat());
+        all.push([&TINY[..], &["--config", path]].concat());
         // The command writes into writable folders, so only use the test's own folder.
         if !["/", ".."].contains(&path) {
             all.push([&TINY[..], &["--checkpoint-dir", path]].concat());

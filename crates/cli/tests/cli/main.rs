@@ -4,6 +4,7 @@ mod arguments;
 mod checkpoints;
 mod command;
 mod compiled;
+mod config_file;
 mod corruption;
 mod data;
 mod devices;
