@@ -49,8 +49,9 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 1] = [
+    pub(crate) const ALL: [Self; 2] = [
         Self::Llama,
+        Self::Qwen2,
     ];
 
     /// Returns the family's common name.
