@@ -49,8 +49,9 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 2] = [
+    pub(crate) const ALL: [Self; 3] = [
         Self::Llama,
+        Self::Mistral,
         Self::Qwen2,
     ];
 
