@@ -49,10 +49,11 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 3] = [
+    pub(crate) const ALL: [Self; 4] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
+        Self::Qwen3,
     ];
 
     /// Returns the family's common name.
