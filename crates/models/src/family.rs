@@ -49,11 +49,12 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 4] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
+        Self::Phi3,
     ];
 
     /// Returns the family's common name.
