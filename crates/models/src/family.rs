@@ -49,12 +49,13 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
         Self::Phi3,
+        Self::Gemma2,
     ];
 
     /// Returns the family's common name.
