@@ -49,13 +49,14 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 6] = [
+    pub(crate) const ALL: [Self; 7] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
         Self::Qwen3,
         Self::Phi3,
         Self::Gemma2,
+        Self::Gemma3,
     ];
 
     /// Returns the family's common name.
