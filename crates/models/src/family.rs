@@ -49,7 +49,7 @@ pub(crate) enum NormForm {
 
 impl Family {
     /// All families.
-    pub(crate) const ALL: [Self; 7] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -57,6 +57,7 @@ impl Family {
         Self::Phi3,
         Self::Gemma2,
         Self::Gemma3,
+        Self::GptNeox,
     ];
 
     /// Returns the family's common name.
