@@ -59,15 +59,15 @@ impl Norm {
             let factors = [self.gamma.val(), beta.val()];
             return burn_fsdp_kernels::layer_norm_of(factors, self.epsilon, rows).reshape(shape);
         }
-        if self.form == NormForm::OnePlusScale {
-            let x = x.cast(DType::F32);
-            let rms = (x.clone().square().mean_dim(D - 1) + self.epsilon).sqrt();
-            let scale = self.gamma.val().cast(DType::F32) + 1.0;
-            return ((x / rms) * scale.unsqueeze()).cast(dtype);
-        }
         // As in Burn and transformers, only the mean has 32 bits.
         let squares = x.clone().cast(DType::F32).square();
         let rms = (squares.mean_dim(D - 1) + self.epsilon).sqrt();
-        (x / rms.cast(dtype)) * self.gamma.val().unsqueeze()
+        let normal = x / rms.cast(dtype);
+        let scaled = normal.clone() * self.gamma.val().unsqueeze();
+        match self.form {
+            // Not `normal * (gamma + 1)`: the sum would be one more value that belongs to a gathered weight.
+            NormForm::OnePlusScale => normal + scaled,
+            NormForm::RootMeanSquare | NormForm::Layer => scaled,
+        }
     }
 }
