@@ -30,6 +30,20 @@ fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
     Tensor::zeros([1, 1, time, time], device).mask_fill(ahead, f32::NEG_INFINITY)
 }
 
+/// Computes [`layer_norm_of`](crate::layer_norm_of) from elementary operations.
+pub(crate) fn layer_norm(
+    x: &Tensor<2>,
+    gamma: Tensor<1>,
+    beta: Tensor<1>,
+    epsilon: f64,
+) -> Tensor<2> {
+    let dtype = x.dtype();
+    let x = x.clone().cast(DType::F32);
+    let centered = x.clone() - x.mean_dim(1);
+    let deviation = (centered.clone().square().mean_dim(1) + epsilon).sqrt();
+    (centered / deviation).cast(dtype) * gamma.unsqueeze() + beta.unsqueeze()
+}
+
 /// Computes [`cross_entropy`](fn@crate::cross_entropy) from elementary operations.
 pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     let logits = logits.cast(DType::F32);

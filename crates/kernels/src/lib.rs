@@ -58,6 +58,6 @@ mod widened;
 
 pub use halves::takes;
 pub use operation::{FusedCost, FusedOperation};
-pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};
+pub use ops::{causal_attention, cross_entropy, gelu, layer_norm, layer_norm_of};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};

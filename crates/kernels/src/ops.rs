@@ -26,6 +26,15 @@ pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     }
 }
 
+/// Computes [`layer_norm`](fn@layer_norm) with the scale `gamma` and the shift `beta`.
+pub fn layer_norm_of([gamma, beta]: [Tensor<1>; 2], epsilon: f64, x: Tensor<2>) -> Tensor<2> {
+    if supports(&x) && has_type(x.dtype(), [&gamma, &beta]) {
+        route::layer_norm(x, gamma, beta, epsilon as f32)
+    } else {
+        composed::layer_norm(&x, gamma, beta, epsilon)
+    }
+}
+
 /// Returns true if both vectors have this type.
 fn has_type(dtype: DType, vectors: [&Tensor<1>; 2]) -> bool {
     vectors.iter().all(|vector| vector.dtype() == dtype)

@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::HEAD;
 use crate::initial::InitialValues;
+use crate::llama_table::Names;
+use crate::rope_scaling::RopeScaling;
 use crate::{
     Gpt, Gpt2, Gpt2Config, GptConfig, LanguageModel, Llama, LlamaConfig, ModelError, ParameterSpec,
 };
@@ -204,10 +206,20 @@ impl Architecture for LlamaConfig {
     }
 
     fn narrowed(self, ranks: usize, least: usize) -> Self {
+        let mut variant = self.variant;
+        let has_lists = matches!(variant.rope_scaling, RopeScaling::LongRope { .. });
+        if variant.rotated_dim.is_some() || has_lists {
+            // The rotated elements determine the heads.
+            variant.head_dim = Some(self.head_dim());
+        }
         Self {
-            dim: narrow_heads(self.dim, self.heads, ranks, least),
+            dim: match variant.head_dim {
+                Some(_) => narrow(self.dim, ranks, least),
+                None => narrow_heads(self.dim, self.heads, ranks, least),
+            },
             hidden: narrow(self.hidden, ranks, least),
             vocab: narrow(self.vocab, ranks, least),
+            variant,
             ..self
         }
     }
@@ -236,13 +248,19 @@ impl Architecture for LlamaConfig {
         if is_rotary || is_of_other_head(&name) {
             return None;
         }
-        let starts = ["embed_tokens.", "layers.", "norm."];
-        Some(with_top(name, "model", &starts))
+        let names = Names::of(self.variant.family);
+        if name == HEAD {
+            return Some(names.head_name.to_owned());
+        }
+        let starts = [names.table, "layers", names.norm].map(|module| format!("{module}."));
+        let starts: Vec<&str> = starts.iter().map(String::as_str).collect();
+        Some(with_top(name, names.top, &starts))
     }
 
     fn tied_head(&self) -> Option<[&'static str; 2]> {
+        let names = Names::of(self.variant.family);
         let is_tied = self.variant.has_tied_head;
-        is_tied.then_some([HEAD, "model.embed_tokens.weight"])
+        is_tied.then_some([names.head_name, names.table_name])
     }
 }
 
@@ -275,7 +293,7 @@ impl ModelConfig {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Gpt(_) => "GPT",
-            Self::Llama(_) => "Llama",
+            Self::Llama(sizes) => sizes.variant.family.name(),
             Self::Gpt2(_) => "GPT-2",
         }
     }

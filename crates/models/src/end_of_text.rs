@@ -23,11 +23,12 @@ enum Ids {
 }
 
 /// Dropout settings that transformers applies in training to the decoders of this crate.
-const DROPOUTS: [&str; 4] = [
+const DROPOUTS: [&str; 5] = [
     "attn_pdrop",
     "resid_pdrop",
     "embd_pdrop",
     "attention_dropout",
+    "hidden_dropout",
 ];
 
 /// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has

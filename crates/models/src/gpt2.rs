@@ -10,7 +10,7 @@ use burn_fsdp_kernels::causal_attention;
 use serde::{Deserialize, Serialize};
 
 use crate::initial::InitialValues;
-use crate::key_values::{Heads, KeyValues};
+use crate::key_values::{Heads, KeyValues, Scores};
 use crate::norm::{self, layer_norm};
 use crate::{GptConfig, LanguageModel, ModelError};
 
@@ -256,7 +256,11 @@ pub(crate) fn attend_packed(
     cache: Option<&mut KeyValues>,
 ) -> Tensor<2> {
     match cache {
-        Some(cache) => cache.attend(Heads::of_packed(packed, batch, heads)),
+        Some(cache) => {
+            let new = Heads::of_packed(packed, batch, heads);
+            let scores = Scores::usual(new.queries.dims()[3]);
+            cache.attend(new, scores)
+        }
         None => causal_attention(packed, batch, heads),
     }
 }

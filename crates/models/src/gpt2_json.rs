@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::known_settings;
 use crate::norm::EPSILON;
 use crate::settings::{Settings, read_config, refuse};
 use crate::{Gpt2Config, ModelError};
@@ -19,6 +20,28 @@ const ACTIVATIONS: [&str; 5] = [
     "gelu_pytorch_tanh",
     "gelu_python_tanh",
     "gelu_accurate",
+];
+
+/// The settings that are read here.
+const READ: [&str; 18] = [
+    "activation_function",
+    "hidden_size",
+    "layer_norm_epsilon",
+    "max_position_embeddings",
+    "n_embd",
+    "n_head",
+    "n_inner",
+    "n_layer",
+    "n_positions",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "quantization_config",
+    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights",
+    "tie_word_embeddings",
+    "vocab_size",
+    "add_cross_attention",
+    "model_type",
 ];
 
 impl Gpt2Config {
@@ -98,7 +121,8 @@ fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
             "null",
         ),
     ];
-    refuse("GPT-2", &asked)?;
+    refuse("GPT-2", settings, &asked)?;
+    known_settings::check("GPT-2", settings, &READ)?;
     let dim = settings.size(&["n_embd", "hidden_size"], 768)?;
     let hidden = settings.optional_size("n_inner")?;
     Ok(Gpt2Config {

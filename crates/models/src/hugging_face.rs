@@ -14,39 +14,45 @@ enum Kind {
     Gpt2,
 }
 
-/// Prefixes of the class names of transformers in `architectures`.
-const CLASSES: [(&str, Kind); 3] = [
-    ("LlamaFor", Kind::Llama),
-    ("LLaMAFor", Kind::Llama),
-    ("GPT2", Kind::Gpt2),
-];
-
 impl Kind {
     /// Returns the kind that the settings name. `model_type` names it, or the class in older files.
     fn of(settings: Settings<'_>) -> Result<Self, String> {
-        let (llama, gpt2) = (llama_json::MODEL_TYPE, gpt2_json::MODEL_TYPE);
-        let named = settings.word(&["model_type"], "")?;
-        if named == llama {
+        if llama_json::family_of(settings)?.is_some() {
             return Ok(Self::Llama);
         }
+        let gpt2 = gpt2_json::MODEL_TYPE;
+        let named = settings.word(&["model_type"], "")?;
         if named == gpt2 {
             return Ok(Self::Gpt2);
         }
         let own = "write the model as your own Burn module";
+        let known = format!("\"{gpt2}\", {}", llama_json::model_types());
         if !named.is_empty() {
+            let hint = hint(named);
             return Err(format!(
-                "`model_type` is {named:?}, not \"{llama}\" or \"{gpt2}\"; {own}"
+                "`model_type` is {named:?}{hint}, which is none of {known}; {own}"
             ));
         }
         let classes = settings.given("architectures").and_then(Value::as_array);
         let mut classes = classes.into_iter().flatten().filter_map(Value::as_str);
-        let kind = classes.find_map(|class| {
-            let known = CLASSES.iter().find(|(start, _)| class.starts_with(start));
-            known.map(|(_, kind)| *kind)
-        });
-        kind.ok_or_else(|| {
-            format!("`model_type` is missing; add \"{llama}\" or \"{gpt2}\", whichever applies, or {own}")
-        })
+        match classes.any(|class| class.starts_with("GPT2")) {
+            true => Ok(Self::Gpt2),
+            false => Err(format!(
+                "`model_type` is missing; add one of {known}, whichever applies, or {own}"
+            )),
+        }
+    }
+}
+
+/// Returns the difference of a model from a similar one that is supported.
+fn hint(model_type: &str) -> &'static str {
+    match model_type {
+        "gemma3" => {
+            " (images and text; its text model is a \"gemma3_text\", with the settings of `text_config`)"
+        }
+        "smollm3" => " (a Llama with layers without rotary positions, `no_rope_layers`)",
+        "qwen2_moe" | "qwen3_moe" | "mixtral" | "phimoe" => " (a mixture of experts)",
+        _ => "",
     }
 }
 

@@ -11,7 +11,8 @@ use burn::tensor::{Bool, Int, Tensor};
 #[derive(Debug, Clone, Default)]
 pub struct KeyValueCache {
     blocks: Vec<KeyValues>,
-    num_tokens: usize,
+    /// The tokens of each sequence, `[batch, time]`, from which everything can be computed again.
+    tokens: Option<Tensor<2, Int>>,
 }
 
 impl KeyValueCache {
@@ -24,7 +25,7 @@ impl KeyValueCache {
     /// Returns the number of tokens of each sequence in the cache.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
-        self.num_tokens
+        self.tokens.as_ref().map_or(0, |tokens| tokens.dims()[1])
     }
 
     /// Returns the number of bytes of all keys and values.
@@ -42,9 +43,17 @@ impl KeyValueCache {
         &mut self.blocks
     }
 
-    /// Advances the token count after keys and values were added.
-    pub(crate) fn count(&mut self, num_tokens: usize) {
-        self.num_tokens += num_tokens;
+    /// Returns the tokens so far and new ones.
+    pub(crate) fn with(&self, new: Tensor<2, Int>) -> Tensor<2, Int> {
+        match &self.tokens {
+            None => new,
+            Some(tokens) => Tensor::cat(vec![tokens.clone(), new], 1),
+        }
+    }
+
+    /// Notes all tokens whose keys and values have been added.
+    pub(crate) fn note(&mut self, tokens: Tensor<2, Int>) {
+        self.tokens = Some(tokens);
     }
 }
 
@@ -79,10 +88,40 @@ impl Heads {
     }
 }
 
+/// How the scores of an attention follow from queries and keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scores {
+    /// The factor on the product of query and key.
+    pub(crate) scale: f64,
+    /// The bound `c` of the scores `c tanh(x / c)`.
+    pub(crate) softcap: Option<f64>,
+    /// The number of tokens that a query sees, including its own, unless it sees all.
+    pub(crate) window: Option<usize>,
+}
+
+impl Scores {
+    /// Returns the usual scores of heads with `head_dim` elements.
+    pub(crate) fn usual(head_dim: usize) -> Self {
+        Self {
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            softcap: None,
+            window: None,
+        }
+    }
+}
+
+/// Bounds numbers to `cap tanh(x / cap)`, if there is a cap.
+pub(crate) fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
+    match cap {
+        Some(cap) => x.div_scalar(cap).tanh().mul_scalar(cap),
+        None => x,
+    }
+}
+
 impl KeyValues {
     /// Adds new keys and values, and returns the attention of the new queries to them and to earlier ones,
     /// `[batch * time, dim]`. A query sees the keys up to its own position.
-    pub(crate) fn attend(&mut self, new: Heads) -> Tensor<2> {
+    pub(crate) fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
         let [batch, time, heads, head_dim] = new.queries.dims();
         let (keys, values) = (new.keys.swap_dims(1, 2), new.values.swap_dims(1, 2));
         let (keys, values) = match self.kept.take() {
@@ -98,28 +137,42 @@ impl KeyValues {
         // The queries of one key head are rows of one matrix, so keys are not repeated.
         let queries = new.queries.swap_dims(1, 2);
         let queries = queries.reshape([batch, kv_heads, group * time, head_dim]);
-        let scale = 1.0 / (head_dim as f64).sqrt();
-        let mut scores = queries.matmul(keys.transpose()).mul_scalar(scale);
-        if time > 1 {
-            let hidden = hidden(time, all, &scores);
-            let hidden = hidden.repeat_dim(2, group);
-            scores = scores.mask_fill(
-                hidden.expand([batch, kv_heads, group * time, all]),
-                f32::NEG_INFINITY,
-            );
+        let products = queries.matmul(keys.transpose()).mul_scalar(scores.scale);
+        let mut products = capped(products, scores.softcap);
+        let window = scores.window.filter(|window| *window < all);
+        if time > 1 || window.is_some() {
+            for hidden in hidden(time, all, window, &products) {
+                let hidden = hidden.repeat_dim(2, group);
+                let hidden = hidden.expand([batch, kv_heads, group * time, all]);
+                products = products.mask_fill(hidden, f32::NEG_INFINITY);
+            }
         }
-        let seen = softmax(scores, 3).matmul(values);
+        let seen = softmax(products, 3).matmul(values);
         seen.reshape([batch, heads, time, head_dim])
             .swap_dims(1, 2)
             .reshape([batch * time, heads * head_dim])
     }
 }
 
-/// Returns a mask of the keys after each query, for the last `time` queries and `all` keys: `[1, 1, time, all]`.
-fn hidden(time: usize, all: usize, like: &Tensor<4>) -> Tensor<4, Bool> {
+/// Returns masks of the keys that a query does not see, for the last `time` queries and `all` keys, each
+/// `[1, 1, time, all]`: the keys that come after the query, and those before its window.
+fn hidden(
+    time: usize,
+    all: usize,
+    window: Option<usize>,
+    like: &Tensor<4>,
+) -> Vec<Tensor<4, Bool>> {
     let device = like.device();
     let keys = Tensor::<1, Int>::arange(0..all as i64, &device).reshape([1, 1, 1, all]);
-    let own = Tensor::<1, Int>::arange((all - time) as i64..all as i64, &device);
-    let own = own.reshape([1, 1, time, 1]).expand([1, 1, time, all]);
-    keys.expand([1, 1, time, all]).greater(own)
+    let keys = keys.expand([1, 1, time, all]);
+    let own = |start: i64| {
+        let own = Tensor::<1, Int>::arange(start..start + time as i64, &device);
+        own.reshape([1, 1, time, 1]).expand([1, 1, time, all])
+    };
+    let first = (all - time) as i64;
+    let mut masks = vec![keys.clone().greater(own(first))];
+    if let Some(window) = window {
+        masks.push(keys.lower_equal(own(first - window as i64)));
+    }
+    masks
 }

@@ -40,6 +40,12 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the logits `[rows, vocab]` of the stream `[rows, dim]` after the last block.
     fn head(&self, x: Tensor<2>) -> Tensor<2>;
 
+    /// Returns a number that changes where a longer sequence changes what earlier tokens compute. Their keys and values
+    /// in a cache then are of no use.
+    fn epoch(&self, _length: usize) -> usize {
+        0
+    }
+
     /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`. `run`
     /// runs each block: it calls [`run_block`](Self::run_block) and may add to it.
     ///
@@ -109,15 +115,23 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     ///
     /// If there is no token, or the cache belongs to other sequences; as [`loss_by`](Self::loss_by).
     fn next_logits(&self, tokens: Tensor<2, Int>, cache: &mut KeyValueCache) -> Tensor<2> {
-        let [batch, time] = tokens.dims();
         let start = cache.num_tokens();
-        let shared = self.shared(batch, start..start + time, &tokens.device());
+        let all = cache.with(tokens.clone());
+        let [batch, end] = all.dims();
+        let (tokens, start) = if self.epoch(start) == self.epoch(end) {
+            (tokens, start)
+        } else {
+            *cache = KeyValueCache::new();
+            (all.clone(), 0)
+        };
+        let time = end - start;
+        let shared = self.shared(batch, start..end, &tokens.device());
         let mut x = self.embed(tokens, start);
         let blocks = self.blocks();
         for (block, cache) in blocks.iter().zip(cache.blocks(blocks.len())) {
             x = Self::run_block(block, x, &shared, Some(cache));
         }
-        cache.count(time);
+        cache.note(all);
         let [rows, dim] = x.dims();
         let x = x.reshape([batch, rows / batch, dim]);
         self.head(x.narrow(1, time - 1, 1).reshape([batch, dim]))

@@ -3,7 +3,7 @@
 //! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names of the usual
 //!   PyTorch program.
 //! - [`LlamaConfig`] and [`Llama`]: a decoder with RMS norms, rotary positions, gated MLPs and grouped key and value
-//!   heads.
+//!   heads. Its [`LlamaVariant`] makes it a model of another [`Family`], such as Qwen 3 or Gemma 2.
 //! - [`Gpt2Config`] and [`Gpt2`]: GPT-2 as published, with Hugging Face's names.
 //! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's unmodified layers, for measurements and
 //!   experiments.
@@ -50,6 +50,7 @@ mod encoder_lm;
 mod encoding;
 mod end_of_text;
 mod error;
+mod family;
 pub mod fused;
 mod gpt;
 mod gpt2;
@@ -59,14 +60,20 @@ mod hugging_face;
 mod initial;
 mod initial_weights;
 mod key_values;
+mod known_settings;
 mod language_model;
 mod llama;
+mod llama_block;
 mod llama_config;
 mod llama_json;
+mod llama_table;
+mod llama_to_json;
 mod llama_variant;
 mod norm;
 mod presets;
 mod remark;
+mod rope_json;
+mod rope_scaling;
 mod rotary;
 mod saving;
 mod settings;
@@ -84,15 +91,18 @@ pub use architecture::{Architecture, ModelConfig};
 pub use config::GptConfig;
 pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
+pub use family::Family;
 pub use gpt::{Block, Gpt};
 pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config, Gpt2Shared};
 pub use initial_weights::write_initial_weights;
 pub use key_values::{KeyValueCache, KeyValues};
 pub use language_model::LanguageModel;
-pub use llama::{Llama, LlamaBlock, LlamaShared};
+pub use llama::Llama;
+pub use llama_block::{LlamaBlock, LlamaShared};
 pub use llama_config::LlamaConfig;
-pub use llama_variant::{LlamaVariant, RopeScaling};
+pub use llama_variant::{Activation, AttentionScores, Biases, LlamaVariant, SlidingWindow};
 pub use remark::{Remark, Remarks};
+pub use rope_scaling::{RopeFactors, RopeScaling};
 pub use table::ParameterSpec;
 pub use text::{BYTE_VOCAB, ByteText};
 pub use text_reader::Unread;

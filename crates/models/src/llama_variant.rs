@@ -1,28 +1,69 @@
-//! The choices that distinguish Llamas of the same size.
-
-use std::f64::consts::TAU;
+//! The choices that distinguish decoders of the same size.
 
 use serde::{Deserialize, Serialize};
+
+use crate::family::Family;
+use crate::rope_scaling::RopeScaling;
 
 /// The choices of a [`Llama`](crate::Llama) other than sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaVariant {
+    /// The family, which determines the form of the blocks.
+    pub family: Family,
     /// True if the head is tied to the embedding. Both are then one parameter.
     pub has_tied_head: bool,
     /// The number that the norms add to the mean square, which prevents a division by zero for rows of zeros.
     pub norm_epsilon: f64,
     /// The scaling of rotary positions for sequences longer than the original context length.
     pub rope_scaling: RopeScaling,
+    /// Number of elements of a head. `None` for `dim / heads`.
+    pub head_dim: Option<usize>,
+    /// Number of elements of a head that are rotated. `None` for all.
+    pub rotated_dim: Option<usize>,
+    /// Base of the rotary positions in layers with a sliding window, which have no scaling. `None` for the same
+    /// positions in all layers.
+    pub local_rope_base: Option<usize>,
+    /// The biases that the family leaves open.
+    pub biases: Biases,
+    /// The activation of the MLP, or of its gate.
+    pub activation: Activation,
+    /// The choices of attention.
+    pub scores: AttentionScores,
+    /// The bound `c` of the logits `c tanh(x / c)`.
+    pub logit_softcap: Option<f64>,
+    /// True if attention and MLP have the same input.
+    pub is_parallel: bool,
 }
 
 impl LlamaVariant {
     /// The choices of Llama 2 and 3: an untied head, an epsilon of 1e-5, and unscaled positions.
     pub const PLAIN: Self = Self {
+        family: Family::Llama,
         has_tied_head: false,
         norm_epsilon: 1e-5,
         rope_scaling: RopeScaling::None,
+        head_dim: None,
+        rotated_dim: None,
+        local_rope_base: None,
+        biases: Biases {
+            attention: false,
+            mlp: false,
+        },
+        activation: Activation::Silu,
+        scores: AttentionScores {
+            query_scalar: None,
+            softcap: None,
+            window: SlidingWindow::None,
+        },
+        logit_softcap: None,
+        is_parallel: false,
     };
+
+    /// Returns true if queries, keys and values have biases.
+    pub(crate) fn has_qkv_bias(&self) -> bool {
+        self.biases.attention || self.family == Family::Qwen2
+    }
 }
 
 impl Default for LlamaVariant {
@@ -31,98 +72,154 @@ impl Default for LlamaVariant {
     }
 }
 
-/// The scaling of rotary positions, with Hugging Face's names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// The biases of a decoder's linear layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Biases {
+    /// Queries, keys, values and output. A [Qwen2](Family::Qwen2) has the first three in any case.
+    pub attention: bool,
+    /// All layers of the MLP.
+    pub mlp: bool,
+}
+
+/// The activation of an MLP, or of its gate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RopeScaling {
-    /// Unscaled positions.
+pub enum Activation {
+    /// `x` times its sigmoid.
+    #[default]
+    Silu,
+    /// `x` times the probability that a standard normal variable is smaller.
+    Gelu,
+    /// The same, approximated with `tanh`.
+    GeluTanh,
+    /// The same, approximated with the sigmoid of `1.702 x`.
+    QuickGelu,
+    /// The positive part.
+    Relu,
+    /// The square of the positive part.
+    Relu2,
+}
+
+impl Activation {
+    /// Hugging Face's names. The first one of an activation is written.
+    pub(crate) const NAMES: [(&'static str, Self); 12] = [
+        ("silu", Self::Silu),
+        ("swish", Self::Silu),
+        ("gelu", Self::Gelu),
+        ("gelu_python", Self::Gelu),
+        ("gelu_pytorch_tanh", Self::GeluTanh),
+        ("gelu_new", Self::GeluTanh),
+        ("gelu_fast", Self::GeluTanh),
+        ("gelu_python_tanh", Self::GeluTanh),
+        ("gelu_accurate", Self::GeluTanh),
+        ("quick_gelu", Self::QuickGelu),
+        ("relu", Self::Relu),
+        ("relu2", Self::Relu2),
+    ];
+}
+
+/// The choices of attention, from scores to the keys that a query sees.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AttentionScores {
+    /// Scores are divided by the square root of this number. `None` for the number of elements of a head.
+    pub query_scalar: Option<f64>,
+    /// The bound `c` of the scores `c tanh(x / c)`.
+    pub softcap: Option<f64>,
+    /// The layers that see only the last tokens.
+    pub window: SlidingWindow,
+}
+
+/// The layers in which a query sees only the last `size` tokens, including its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SlidingWindow {
+    /// No layer.
     #[default]
     None,
-    /// All positions divided by a factor.
-    Linear {
-        /// The factor.
-        factor: f64,
+    /// All layers.
+    All {
+        /// Number of tokens.
+        size: usize,
     },
-    /// Slow rotations slowed down by a factor, and fast rotations unchanged: Llama 3.1 and later (transformers'
-    /// `_compute_llama3_parameters`).
-    Llama3 {
-        /// The factor for slow rotations.
-        factor: f64,
-        /// A rotation is slow if a full turn takes more tokens than the original context length divided by this factor.
-        low_freq_factor: f64,
-        /// A rotation is fast if a full turn takes fewer tokens than the original context length divided by this
-        /// factor.
-        high_freq_factor: f64,
-        /// The original context length, in tokens.
-        original_max_position_embeddings: usize,
+    /// The layers from number `first`, counted from zero.
+    From {
+        /// Number of tokens.
+        size: usize,
+        /// The first such layer.
+        first: usize,
+    },
+    /// All layers but every `period`th one.
+    AllBut {
+        /// Number of tokens.
+        size: usize,
+        /// The distance between layers that see all tokens.
+        period: usize,
     },
 }
 
-impl RopeScaling {
-    /// Returns the scaled speed, in radians per token, of a plane whose unscaled speed is `speed`.
-    pub(crate) fn scaled(self, speed: f64) -> f64 {
+impl SlidingWindow {
+    /// Returns the number of tokens that a query of a layer sees, unless it sees all.
+    pub(crate) fn of_layer(self, layer: usize) -> Option<usize> {
         match self {
-            Self::None => speed,
-            Self::Linear { factor } => speed / factor,
-            Self::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => {
-                let turns = original_max_position_embeddings as f64 * speed / TAU;
-                if turns < low_freq_factor {
-                    return speed / factor;
-                }
-                if turns > high_freq_factor {
-                    return speed;
-                }
-                let share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                (1.0 - share) * speed / factor + share * speed
-            }
+            Self::None => None,
+            Self::All { size } => Some(size),
+            Self::From { size, first } => (layer >= first).then_some(size),
+            Self::AllBut { size, period } => (!(layer + 1).is_multiple_of(period)).then_some(size),
+        }
+    }
+
+    /// Returns the windows of size `size` of the layers for which `is_sliding` is true. Returns `None` if they follow
+    /// no rule that this type expresses.
+    pub(crate) fn of_layers(size: usize, is_sliding: &[bool]) -> Option<Self> {
+        let num_layers = is_sliding.len();
+        if is_sliding.iter().all(|is_sliding| !is_sliding) {
+            return Some(Self::None);
+        }
+        let from = (1..num_layers).map(|first| Self::From { size, first });
+        let periods = (2..=num_layers).map(|period| Self::AllBut { size, period });
+        let mut known = [Self::All { size }].into_iter().chain(periods).chain(from);
+        known.find(|window| {
+            let mut layers = is_sliding.iter().enumerate();
+            layers.all(|(layer, expected)| window.of_layer(layer).is_some() == *expected)
+        })
+    }
+
+    /// Returns the number of tokens of the windows.
+    pub(crate) fn size(self) -> Option<usize> {
+        match self {
+            Self::None => None,
+            Self::All { size } | Self::From { size, .. } | Self::AllBut { size, .. } => Some(size),
         }
     }
 
     /// Returns true if all numbers are meaningful.
     pub(crate) fn is_valid(self) -> bool {
-        let is_positive = |value: f64| value.is_finite() && value > 0.0;
         match self {
-            Self::None => true,
-            Self::Linear { factor } => is_positive(factor),
-            Self::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => {
-                is_positive(factor)
-                    && is_positive(low_freq_factor)
-                    && high_freq_factor.is_finite()
-                    && high_freq_factor > low_freq_factor
-                    && original_max_position_embeddings > 0
-            }
+            Self::AllBut { size, period } => size > 0 && period > 1,
+            other => other.size() != Some(0),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::RopeScaling;
+    use super::SlidingWindow;
 
     #[test]
-    fn low_frequencies_are_scaled_and_high_ones_kept() {
-        let scaling = RopeScaling::Llama3 {
-            factor: 32.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_position_embeddings: 8192,
+    fn layers_of_windows_have_a_rule() {
+        let of = |layers: &[u8]| {
+            let is_sliding: Vec<_> = layers.iter().map(|layer| *layer == 1).collect();
+            SlidingWindow::of_layers(4, &is_sliding)
         };
-        assert_eq!(scaling.scaled(1.0), 1.0);
-        assert_eq!(scaling.scaled(1e-4), 1e-4 / 32.0);
-        // Halfway between: 2.5 turns in the original context.
-        let speed = 2.5 * std::f64::consts::TAU / 8192.0;
-        let halfway = (speed / 32.0 + speed) / 2.0;
-        assert!((scaling.scaled(speed) / halfway - 1.0).abs() < 1e-12);
-        assert_eq!(RopeScaling::Linear { factor: 4.0 }.scaled(1.0), 0.25);
+        assert_eq!(of(&[0, 0]), Some(SlidingWindow::None));
+        assert_eq!(of(&[1, 1, 1]), Some(SlidingWindow::All { size: 4 }));
+        let every = SlidingWindow::AllBut { size: 4, period: 2 };
+        assert_eq!(of(&[1, 0, 1, 0, 1]), Some(every));
+        let from = SlidingWindow::From { size: 4, first: 2 };
+        assert_eq!(of(&[0, 0, 1, 1]), Some(from));
+        assert_eq!(of(&[0, 1, 0, 1]), None);
+        assert_eq!(of(&[1, 1, 0, 0]), None);
     }
 }

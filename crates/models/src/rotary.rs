@@ -4,48 +4,70 @@ use std::ops::Range;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use crate::RopeScaling;
+use crate::LlamaConfig;
+use crate::rope_scaling::RopeScaling;
 
-/// Rotary positions. The two halves of a head are the coordinates of points in planes, and a token's position rotates
-/// each plane by a different angle.
+/// Rotary positions. The two halves of the rotated part of a head are the coordinates of points in planes, and a
+/// token's position rotates each plane by a different angle.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotary {
-    /// `[1, time, 1, head_dim / 2]`.
+    /// `[1, time, 1, rotated_dim / 2]`.
     cos: Tensor<4>,
-    /// `[1, time, 1, head_dim / 2]`.
+    /// `[1, time, 1, rotated_dim / 2]`.
     sin: Tensor<4>,
 }
 
 impl Rotary {
-    /// Computes the rotations of these positions. Plane `i` of `n` rotates by `base^(-i / n)` per token, before
-    /// scaling.
-    pub(crate) fn new(
+    /// Computes the rotations of these positions in sequences that end with them. Plane `i` of `n` rotates by
+    /// `base^(-i / n)` per token, before scaling.
+    pub(crate) fn new(config: &LlamaConfig, positions: Range<usize>, device: &Device) -> Self {
+        let (base, scaling) = (config.rope_base, config.variant.rope_scaling);
+        Self::of(config, (base, scaling), positions, device)
+    }
+
+    /// Computes the rotations in layers with a sliding window, if they differ.
+    pub(crate) fn local(
+        config: &LlamaConfig,
         positions: Range<usize>,
-        head_dim: usize,
-        base: usize,
-        scaling: RopeScaling,
+        device: &Device,
+    ) -> Option<Self> {
+        let plain = (config.variant.local_rope_base?, RopeScaling::None);
+        Some(Self::of(config, plain, positions, device))
+    }
+
+    fn of(
+        config: &LlamaConfig,
+        (base, scaling): (usize, RopeScaling),
+        positions: Range<usize>,
         device: &Device,
     ) -> Self {
-        let planes = head_dim / 2;
+        let planes = config.rotated_dim() / 2;
         let index = |range: Range<usize>, shape: [usize; 4]| {
             Tensor::<1, Int>::arange(range.start as i64..range.end as i64, device)
                 .reshape(shape)
                 .float()
         };
         let time = positions.len();
-        let step = -(base as f64).ln() / planes as f64;
         let speeds = match scaling {
-            RopeScaling::None => index(0..planes, [1, 1, 1, planes]).mul_scalar(step).exp(),
+            RopeScaling::None => {
+                let step = -(base as f64).ln() / planes as f64;
+                index(0..planes, [1, 1, 1, planes]).mul_scalar(step).exp()
+            }
             scaling => {
-                let speed = |plane: usize| scaling.scaled((step * plane as f64).exp()) as f32;
-                let speeds: Vec<_> = (0..planes).map(speed).collect();
+                let speeds = scaling.speeds(base as f64, planes, [positions.end, config.seq]);
+                let speeds: Vec<_> = speeds.into_iter().map(|speed| speed as f32).collect();
                 Tensor::from_data(TensorData::new(speeds, [1, 1, 1, planes]), device)
             }
         };
         let angles = index(positions, [1, time, 1, 1]) * speeds;
+        let (cos, sin) = (angles.clone().cos(), angles.sin());
+        let amplitude = scaling.amplitude();
+        if amplitude == 1.0 {
+            return Self { cos, sin };
+        }
         Self {
-            cos: angles.clone().cos(),
-            sin: angles.sin(),
+            cos: cos.mul_scalar(amplitude),
+            sin: sin.mul_scalar(amplitude),
         }
     }
 
@@ -56,7 +78,7 @@ impl Rotary {
     /// - x: `[batch, time, heads, head_dim]`
     /// - output: the same
     pub(crate) fn apply(&self, x: Tensor<4>) -> Tensor<4> {
-        let planes = x.dims()[3] / 2;
+        let (planes, head_dim) = (self.cos.dims()[3], x.dims()[3]);
         let (left, right) = (
             x.clone().narrow(3, 0, planes),
             x.clone().narrow(3, planes, planes),
@@ -69,6 +91,10 @@ impl Rotary {
         };
         let turned_left = left.clone() * cos.clone() - right.clone() * sin.clone();
         let turned_right = right * cos + left * sin;
-        Tensor::cat(vec![turned_left, turned_right], 3)
+        let mut parts = vec![turned_left, turned_right];
+        if 2 * planes < head_dim {
+            parts.push(x.narrow(3, 2 * planes, head_dim - 2 * planes));
+        }
+        Tensor::cat(parts, 3)
     }
 }

@@ -4,6 +4,7 @@
 //! accept, is an error. Guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
+use std::sync::LazyLock;
 
 use serde_json::{Map, Value};
 
@@ -26,6 +27,12 @@ impl<'a> Settings<'a> {
         Self { map }
     }
 
+    /// Returns no settings.
+    pub(crate) fn empty() -> Self {
+        static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+        Self { map: &EMPTY }
+    }
+
     /// Returns a setting if it exists. It may be null.
     fn get(&self, name: &'a str) -> Option<&'a Value> {
         self.map.get(name)
@@ -34,6 +41,17 @@ impl<'a> Settings<'a> {
     /// Returns the value of a setting, unless it is absent or null.
     pub(crate) fn given(&self, name: &'a str) -> Option<&'a Value> {
         self.get(name).filter(|value| !value.is_null())
+    }
+
+    /// Returns true if a setting is present. It may be null.
+    pub(crate) fn has(&self, name: &'a str) -> bool {
+        self.get(name).is_some()
+    }
+
+    /// Returns all settings.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&'a str, &'a Value)> {
+        let all = self.map.iter();
+        all.map(|(name, value)| (name.as_str(), value))
     }
 
     /// Returns true if a setting is itself an object.
@@ -75,6 +93,59 @@ impl<'a> Settings<'a> {
     pub(crate) fn optional_size(&self, name: &'a str) -> Result<Option<usize>, String> {
         let given = self.given(name);
         given.map(|value| size((name, value))).transpose()
+    }
+
+    /// Returns a whole number that may be null, or the default if it is absent.
+    pub(crate) fn nullable_size(
+        &self,
+        name: &'a str,
+        default: Option<usize>,
+    ) -> Result<Option<usize>, String> {
+        match self.get(name) {
+            None => Ok(default),
+            Some(_) => self.optional_size(name),
+        }
+    }
+
+    /// Returns a number that may be absent or null.
+    pub(crate) fn optional_number(&self, name: &'a str) -> Result<Option<f64>, String> {
+        let given = self.given(name);
+        given.map(|value| number((name, value))).transpose()
+    }
+
+    /// Returns a number that has several names, or `None` if it is absent.
+    pub(crate) fn number_of(&self, names: &[&'a str]) -> Result<Option<f64>, String> {
+        self.one_of(names)?.map(number).transpose()
+    }
+
+    /// Returns a list of numbers.
+    pub(crate) fn numbers(&self, name: &'a str) -> Result<Vec<f64>, String> {
+        let list = self.given(name).and_then(Value::as_array);
+        let list = list.and_then(|list| list.iter().map(Value::as_f64).collect());
+        list.ok_or_else(|| {
+            format!(
+                "`{name}` is {}, expected a list of numbers",
+                self.shown(name)
+            )
+        })
+    }
+
+    /// Returns a list of strings that may be absent or null.
+    pub(crate) fn words(&self, name: &'a str) -> Result<Option<Vec<&'a str>>, String> {
+        let Some(value) = self.given(name) else {
+            return Ok(None);
+        };
+        let list = value.as_array();
+        let list = list.and_then(|list| list.iter().map(Value::as_str).collect());
+        match list {
+            Some(list) => Ok(Some(list)),
+            None => Err(unfit((name, value), "a list of strings")),
+        }
+    }
+
+    /// Returns a setting's value for an error.
+    pub(crate) fn shown(&self, name: &'a str) -> String {
+        self.get(name).map_or("absent".to_owned(), shown)
     }
 
     /// Returns a number, or `None` if it is absent.
@@ -151,19 +222,38 @@ pub(crate) fn is_same(one: &Value, other: &Value) -> bool {
     }
 }
 
-/// Returns an error for the first setting that a model does not support.
-pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), String> {
+/// Returns a value for an error. Long values are cut.
+pub(crate) fn shown(value: &Value) -> String {
+    const MOST: usize = 80;
+    let text = value.to_string();
+    match text.char_indices().nth(MOST) {
+        None => text,
+        Some((end, _)) => format!("{}...", &text[..end]),
+    }
+}
+
+/// Returns an error for the first setting that a model does not support. Each has a name, whether it differs from what
+/// the model supports, and what that is.
+pub(crate) fn refuse(
+    model: &str,
+    settings: Settings<'_>,
+    asked: &[(&str, bool, &str)],
+) -> Result<(), String> {
     match asked.iter().find(|(_, differs, _)| *differs) {
         None => Ok(()),
-        Some((setting, _, expected)) => Err(refusal(model, setting, expected)),
+        Some((setting, _, expected)) => {
+            let found = settings.map.get(*setting);
+            let found = found.map_or("absent".to_owned(), shown);
+            Err(refusal(model, (setting, &found), expected))
+        }
     }
 }
 
 /// Returns the message for a setting that a model does not support.
-pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
+pub(crate) fn refusal(model: &str, (setting, found): (&str, &str), expected: &str) -> String {
     format!(
-        "`{setting}` is not {expected}, and this {model} supports nothing else; load a checkpoint that has it, or \
-         write the model as your own Burn module"
+        "`{setting}` is {found}, but this {model} supports only {expected}; load a checkpoint that has it, or write \
+         the model as your own Burn module"
     )
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Only this table knows both names. All code that reads or writes such files uses it.
 
-use crate::{Gpt, Gpt2, Gpt2Config, GptConfig, Llama, LlamaConfig};
+use crate::{Gpt, Gpt2, Gpt2Config, GptConfig};
 
 /// A parameter, with its form in the module and in files for other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,46 +63,6 @@ impl GptConfig {
     }
 }
 
-impl LlamaConfig {
-    /// Returns all parameters in the order in which the forward pass uses them.
-    ///
-    /// Names and shapes match Hugging Face's `LlamaForCausalLM`, which rotates the halves of a head against each
-    /// other like [`Llama`]. In both, a tied head is not a separate parameter.
-    #[must_use]
-    pub fn parameters(&self) -> Vec<ParameterSpec> {
-        let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
-        let mut table = vec![embedding(
-            "tok_embeddings",
-            "model.embed_tokens",
-            self.vocab,
-            dim,
-        )];
-        for layer in 0..self.layers {
-            let path = |module: &str| format!("layers.{layer}.{module}");
-            let name = |module: &str| format!("model.layers.{layer}.{module}");
-            let matrix = |module: &str, theirs: &str, into: usize, from: usize| {
-                linear(&path(module), &name(theirs), into, from)
-            };
-            table.extend([
-                rms_norm(&path("attention_norm"), &name("input_layernorm"), dim),
-                matrix("wq", "self_attn.q_proj", dim, dim),
-                matrix("wk", "self_attn.k_proj", kv_dim, dim),
-                matrix("wv", "self_attn.v_proj", kv_dim, dim),
-                matrix("wo", "self_attn.o_proj", dim, dim),
-                rms_norm(&path("ffn_norm"), &name("post_attention_layernorm"), dim),
-                matrix("w1", "mlp.gate_proj", hidden, dim),
-                matrix("w3", "mlp.up_proj", hidden, dim),
-                matrix("w2", "mlp.down_proj", dim, hidden),
-            ]);
-        }
-        table.push(rms_norm("norm", "model.norm", dim));
-        if !self.variant.has_tied_head {
-            table.push(linear("output", "lm_head", self.vocab, dim));
-        }
-        table
-    }
-}
-
 impl Gpt2Config {
     /// Returns all parameters in the order in which the forward pass uses them.
     ///
@@ -158,12 +118,6 @@ impl HasTable for Gpt2 {
     }
 }
 
-impl HasTable for Llama {
-    fn table(&self) -> Vec<ParameterSpec> {
-        self.config().parameters()
-    }
-}
-
 fn spec(path: String, name: String, shape: &[usize], is_transposed: bool) -> ParameterSpec {
     ParameterSpec {
         path,
@@ -174,7 +128,7 @@ fn spec(path: String, name: String, shape: &[usize], is_transposed: bool) -> Par
 }
 
 /// Returns an embedding with one vector for each of `number` tokens or positions. It is never transposed.
-fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec {
+pub(crate) fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec {
     let shape = [number, dim];
     spec(
         format!("{path}.weight"),
@@ -185,7 +139,7 @@ fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec
 }
 
 /// Returns the matrix of a linear layer.
-fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
+pub(crate) fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
     let shape = [into, from];
     spec(
         format!("{path}.weight"),
@@ -197,12 +151,21 @@ fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
 
 /// Returns the bias of a linear layer.
 fn bias(path: &str, into: usize) -> ParameterSpec {
-    let name = format!("{path}.bias");
-    spec(name.clone(), name, &[into], false)
+    bias_as(path, path, into)
+}
+
+/// Returns the bias of a linear layer with another name in files.
+pub(crate) fn bias_as(path: &str, name: &str, into: usize) -> ParameterSpec {
+    spec(
+        format!("{path}.bias"),
+        format!("{name}.bias"),
+        &[into],
+        false,
+    )
 }
 
 /// Returns the scale and offset of a layer norm.
-fn layer_norm(path: &str, name: &str, dim: usize) -> [ParameterSpec; 2] {
+pub(crate) fn layer_norm(path: &str, name: &str, dim: usize) -> [ParameterSpec; 2] {
     [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
         spec(
             format!("{path}.{ours}"),
@@ -214,7 +177,7 @@ fn layer_norm(path: &str, name: &str, dim: usize) -> [ParameterSpec; 2] {
 }
 
 /// Returns the scale of a root-mean-square norm.
-fn rms_norm(path: &str, name: &str, dim: usize) -> ParameterSpec {
+pub(crate) fn rms_norm(path: &str, name: &str, dim: usize) -> ParameterSpec {
     spec(
         format!("{path}.gamma"),
         format!("{name}.weight"),

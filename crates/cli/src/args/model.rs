@@ -68,7 +68,7 @@ pub(crate) struct ModelArgs {
 pub(crate) enum TrainedModelArg {
     /// Learned positions, layer norms, plain MLPs, untied head
     Gpt,
-    /// Rotary positions, RMS norms, gated MLPs, grouped-query attention
+    /// Llama, Mistral, Qwen, Phi-3, Gemma or GPT-NeoX: the family is in config.json
     Llama,
     /// The published GPT-2 architecture
     Gpt2,

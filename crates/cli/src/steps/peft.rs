@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fsdp::internals::checkpoint::{PlainTensor, Step};
-use burn_fsdp_models::{ModelConfig, ParameterSpec};
+use burn_fsdp_models::{Architecture, LlamaConfig, ModelConfig, ParameterSpec};
 use serde_json::{Value, json};
 
 use crate::adapters::AdapterSizes;
@@ -38,21 +38,11 @@ pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<Strin
 
 /// Returns the `adapter_config.json` for adapters of all matrices in the blocks of a model.
 pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
-    let (modules, is_of_conv): (&[&str], bool) = match model {
-        ModelConfig::Gpt(_) => (&["qkv", "proj", "fc", "out"], false),
-        ModelConfig::Llama(_) => (
-            &[
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            ],
-            false,
-        ),
-        ModelConfig::Gpt2(_) => (&["c_attn", "c_proj", "c_fc"], true),
+    let modules = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let (modules, is_of_conv): (BTreeSet<String>, bool) = match model {
+        ModelConfig::Gpt(_) => (modules(&["qkv", "proj", "fc", "out"]), false),
+        ModelConfig::Llama(sizes) => (matrices(&sizes.parameters()), false),
+        ModelConfig::Gpt2(_) => (modules(&["c_attn", "c_proj", "c_fc"]), true),
     };
     json!({
         "peft_type": "LORA",
@@ -62,8 +52,18 @@ pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": modules.iter().collect::<BTreeSet<_>>(),
+        "target_modules": modules,
         "fan_in_fan_out": is_of_conv,
         "inference_mode": true,
     })
+}
+
+/// Returns the names of the modules in the blocks of a decoder that have a matrix, which depend on its family.
+fn matrices(parameters: &[ParameterSpec]) -> BTreeSet<String> {
+    let blocks = LlamaConfig::BLOCKS.trim_end_matches('*');
+    let adapted = parameters
+        .iter()
+        .filter(|spec| spec.path.starts_with(blocks) && spec.shape.len() == 2);
+    let modules = adapted.filter_map(|spec| spec.name.strip_suffix(".weight")?.rsplit('.').next());
+    modules.map(str::to_owned).collect()
 }

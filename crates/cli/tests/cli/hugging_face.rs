@@ -76,7 +76,7 @@ fn folders() -> Folder {
 }
 
 /// Trains with the common arguments, except those that are overridden.
-fn train(folder: &Folder, arguments: &str) -> Run {
+pub(crate) fn train(folder: &Folder, arguments: &str) -> Run {
     let given: Vec<&str> = arguments.split_whitespace().collect();
     let common: Vec<&str> = TRAIN.split_whitespace().collect();
     let common = common.chunks(2).filter(|pair| !given.contains(&pair[0]));
@@ -84,22 +84,27 @@ fn train(folder: &Folder, arguments: &str) -> Run {
     folder.run(&format!("train {common} {arguments}"))
 }
 
-fn report(folder: &Folder, arguments: &str) -> Value {
+pub(crate) fn report(folder: &Folder, arguments: &str) -> Value {
     let run = train(folder, &format!("{arguments} --json"));
     assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
     last_report(&run)
 }
 
-fn ok(folder: &Folder, arguments: &str) -> Run {
+pub(crate) fn ok(folder: &Folder, arguments: &str) -> Run {
     let run = folder.run(arguments);
     assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
     run
 }
 
 /// Returns the losses of plain Burn on one rank, with the whole batch.
-fn plainly<M: LanguageModel>(mut model: M, steps: usize, device: &Device) -> Vec<f64> {
+pub(crate) fn plainly<M: LanguageModel>(
+    mut model: M,
+    steps: usize,
+    vocab: usize,
+    device: &Device,
+) -> Vec<f64> {
     let batches = Batches {
-        stream: TokenStream::Synthetic { vocab: 300 },
+        stream: TokenStream::Synthetic { vocab },
         batch: 4,
         seq: 6,
     };
@@ -118,13 +123,13 @@ fn plainly<M: LanguageModel>(mut model: M, steps: usize, device: &Device) -> Vec
     losses.collect()
 }
 
-fn loaded<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> A::Model {
+pub(crate) fn loaded<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> A::Model {
     let device = Device::flex().autodiff();
     let weights = WeightsFile::open(folder.path(name), sizes).expect("it fits the model");
     weights.load(&device).expect("readable")
 }
 
-fn assert_close(want: &[f64], got: &[f64], of: &str) {
+pub(crate) fn assert_close(want: &[f64], got: &[f64], of: &str) {
     let difference = relative_difference(want, got);
     println!("{of}: at most {difference:e} apart");
     assert!(difference < 1e-5, "{of}: {difference:e}: {want:?}, {got:?}");
@@ -134,8 +139,8 @@ fn assert_close(want: &[f64], got: &[f64], of: &str) {
 fn losses_match_plain_burn() {
     let folder = folders();
     let device = Device::flex().autodiff();
-    let llama = plainly(loaded(&folder, "llama", LLAMA), 3, &device);
-    let gpt2 = plainly(loaded(&folder, "gpt2", GPT2), 3, &device);
+    let llama = plainly(loaded(&folder, "llama", LLAMA), 3, 300, &device);
+    let gpt2 = plainly(loaded(&folder, "gpt2", GPT2), 3, 300, &device);
     for (model, want) in [("llama", llama), ("gpt2", gpt2)] {
         for extra in [
             "--ranks 1",
@@ -240,7 +245,7 @@ fn adapted_plainly<A: Architecture>(folder: &Folder, name: &str, sizes: A) -> Ve
     let model = model
         .apply_lora(adapters)
         .map(&mut Factors { folder, path });
-    plainly(model, 4, &device)
+    plainly(model, 4, 300, &device)
 }
 
 #[test]
@@ -373,7 +378,7 @@ fn only_adapters_are_saved_and_resumed() {
     );
 }
 
-fn copy_folder(from: &Path, into: &Path) {
+pub(crate) fn copy_folder(from: &Path, into: &Path) {
     std::fs::create_dir_all(into).expect("a writable folder");
     for entry in std::fs::read_dir(from).expect("a folder") {
         let entry = entry.expect("an entry");
@@ -701,7 +706,7 @@ fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
     text.lines().last().unwrap_or_default().to_owned()
 }
 
-fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
+pub(crate) fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
     let loss = peer(python, folder, &format!("loss {arguments}"));
     vec![serde_json::from_str(&loss).expect("a number")]
 }

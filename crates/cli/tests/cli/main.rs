@@ -9,6 +9,7 @@ mod corruption;
 mod data;
 mod devices;
 mod dumps;
+mod families;
 mod faults;
 mod features;
 mod files;

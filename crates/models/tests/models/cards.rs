@@ -80,7 +80,7 @@ fn tensors(mut parameters: Vec<ParameterSpec>, layout: &Layout) -> BTreeMap<Stri
     for (number, spec) in parameters.iter().enumerate() {
         let bytes = encoded(&layout.dtype, &formula_values(number, spec));
         let stored = (layout.dtype.clone(), spec.shape.clone(), bytes);
-        let is_table = ["wte.weight", "embed_tokens.weight"]
+        let is_table = ["wte.weight", "embed_tokens.weight", "embed_in.weight"]
             .iter()
             .any(|end| spec.name.ends_with(end));
         if is_table && ["equal", "only"].contains(&layout.head.as_str()) {
@@ -90,7 +90,7 @@ fn tensors(mut parameters: Vec<ParameterSpec>, layout: &Layout) -> BTreeMap<Stri
             continue;
         }
         let (top, bare) = spec.name.split_once('.').expect("a module in a module");
-        let is_short = layout.bare && ["model", "transformer"].contains(&top);
+        let is_short = layout.bare && ["model", "transformer", "gpt_neox"].contains(&top);
         made.insert(
             if is_short { bare } else { spec.name.as_str() }.to_owned(),
             stored,
@@ -169,6 +169,17 @@ fn read(folder: &Path, card: &Card) -> Result<(f32, Vec<f32>), ModelError> {
     }
 }
 
+/// Returns the maximum difference of two logits. Gemma's later norms amplify rounding of the small numbers that formulas
+/// lead to: with 64 bits, transformers differs from itself by up to 5e-5.
+fn tolerance(card: &Card) -> f32 {
+    let model_type = card.config["model_type"].as_str().unwrap_or_default();
+    if model_type.starts_with("gemma") {
+        1e-4
+    } else {
+        1e-5
+    }
+}
+
 #[test]
 fn folders_of_public_models_load_as_in_transformers() {
     let cards: Vec<Card> = serde_json::from_str(CARDS).expect("cards");
@@ -187,7 +198,7 @@ fn folders_of_public_models_load_as_in_transformers() {
                 assert_eq!(logits.len(), last.len(), "{name}");
                 for (ours, theirs) in logits.iter().zip(last) {
                     assert!(
-                        (ours - theirs).abs() < 1e-5,
+                        (ours - theirs).abs() < tolerance(card),
                         "{name}: {ours}, there {theirs}"
                     );
                 }
@@ -204,7 +215,7 @@ fn folders_of_public_models_load_as_in_transformers() {
     }
     println!("{num_read} folders are read, {num_refused} refused");
     assert!(
-        num_read >= 40 && num_refused >= 8,
+        num_read >= 90 && num_refused >= 16,
         "{num_read}, {num_refused}"
     );
 }

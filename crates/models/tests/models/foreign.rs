@@ -310,7 +310,7 @@ fn two_names_of_one_setting_must_agree() {
 
 #[test]
 fn absent_settings_have_the_defaults_of_transformers() {
-    let llama = config_of(&json!({"model_type": "llama", "unknown": [1, {"a": null}]}));
+    let llama = config_of(&json!({"model_type": "llama", "id2label": [1, {"a": null}]}));
     let default = LlamaConfig {
         layers: 32,
         dim: 4096,

@@ -43,6 +43,7 @@ pub(crate) const TIED: LlamaConfig = LlamaConfig {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 128,
         },
+        ..LlamaVariant::PLAIN
     },
     ..CONFIG
 };

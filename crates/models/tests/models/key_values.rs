@@ -37,6 +37,7 @@ const LLAMA: LlamaConfig = LlamaConfig {
         has_tied_head: true,
         norm_epsilon: 1e-5,
         rope_scaling: RopeScaling::Linear { factor: 2.0 },
+        ..LlamaVariant::PLAIN
     },
 };
 

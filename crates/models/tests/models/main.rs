@@ -1,6 +1,7 @@
 //! Black-box tests of the models crate.
 
 mod cards;
+mod families;
 mod foreign;
 mod gpt;
 mod hugging_face;

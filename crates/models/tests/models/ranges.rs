@@ -207,29 +207,31 @@ fn sizes_come_from_config_json() {
 #[test]
 fn unsupported_llama_settings_are_named() {
     let changes = [
-        ("model_type", json!("mistral")),
-        ("hidden_act", json!("gelu")),
-        ("attention_bias", json!(true)),
-        ("mlp_bias", json!(true)),
+        ("model_type", json!("mamba")),
+        ("hidden_act", json!("mish")),
+        ("attention_bias", json!("yes")),
+        ("logit_scale", json!(0.5)),
         ("partial_rotary_factor", json!(0.5)),
         ("quantization_config", json!({"quant_method": "gptq"})),
         (
             "rope_scaling",
             json!({"rope_type": "llama3", "factor": 8.0}),
         ),
-        ("rope_scaling", json!({"type": "yarn", "factor": 8.0})),
+        ("rope_scaling", json!({"type": "mrope", "factor": 8.0})),
         ("rope_scaling", json!({"type": "linear", "factor": -8.0})),
         ("rope_theta", json!(1e4 + 0.5)),
         ("rms_norm_eps", json!(0.0)),
-        ("head_dim", json!(8)),
+        ("head_dim", json!(7)),
         ("hidden_size", json!("16")),
         ("num_attention_heads", json!(0)),
     ];
     for (setting, value) in changes {
         let mut json = config_json();
-        json[setting] = value;
+        json[setting] = value.clone();
         let message = read_config(&json).expect_err(setting).to_string();
         assert!(!message.contains("safetensors"), "{message}");
+        let is_shown = !value.is_string() || message.contains(&value.to_string());
+        assert!(is_shown, "{setting}: {message}");
         let names = [
             setting,
             "low_freq_factor",
@@ -237,6 +239,7 @@ fn unsupported_llama_settings_are_named() {
             "norm_epsilon",
             "string",
             "heads",
+            "elements",
         ];
         assert!(
             names.iter().any(|name| message.contains(name)),
@@ -265,6 +268,7 @@ fn config_json_is_read_back() {
             has_tied_head,
             norm_epsilon,
             rope_scaling,
+            ..LlamaVariant::PLAIN
         };
         let config = LlamaConfig { variant, ..CONFIG };
         let json = config.to_hugging_face();

@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 TOKENS = [[1, 2, 3, 4, 5, 6, 7, 8], [0, 12, 3, 11, 3, 9, 2, 2]]
 TARGETS = [[2, 3, 4, 5, 6, 7, 8, 9], [12, 3, 11, 3, 9, 2, 2, 0]]
@@ -66,6 +67,63 @@ def longer(factor, **more):
 def gpt2(name, dim, layers, heads, seq=1024, **more):
     return name, {**GPT2, "n_ctx": seq, "n_embd": dim, "n_head": heads, "n_layer": layers, "n_positions": seq, **more}
 
+
+def qwen2(name, *of, **more):
+    return name, {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+                  "hidden_act": "silu", "initializer_range": 0.02, "model_type": "qwen2", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+                  "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+                  "transformers_version": "4.40.1", "use_cache": True, "use_sliding_window": False, **sizes(*of), **more}
+
+
+def qwen3(name, *of, **more):
+    _, config = qwen2(name, *of, **more)
+    return name, {**config, "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "model_type": "qwen3",
+                  "rope_scaling": None, "sliding_window": None, "transformers_version": "4.51.0", **more}
+
+
+def mistral(name, *of, **more):
+    return name, {"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+                  "initializer_range": 0.02, "model_type": "mistral", "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+                  "torch_dtype": "bfloat16", "use_cache": True, **sizes(*of), **more}
+
+
+def phi3(name, *of, **more):
+    return name, {"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+                  "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+                  "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "initializer_range": 0.02, "model_type": "phi3",
+                  "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+                  "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+                  "use_cache": True, **sizes(*of), **more}
+
+
+def gemma2(name, *of, **more):
+    return name, {"architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+                  "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+                  "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+                  "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02, "model_type": "gemma2", "pad_token_id": 0,
+                  "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+                  "torch_dtype": "float32", "transformers_version": "4.42.4", "use_cache": True, **sizes(*of), **more}
+
+
+def gemma3(name, *of, **more):
+    return name, {"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+                  "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+                  "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+                  "initializer_range": 0.02, "model_type": "gemma3_text", "pad_token_id": 0, "query_pre_attn_scalar": 256,
+                  "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+                  "sliding_window": 512, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True,
+                  **sizes(*of), **more}
+
+
+def neox(name, *of, **more):
+    return name, {"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+                  "initializer_range": 0.02, "layer_norm_eps": 1e-05, "model_type": "gpt_neox", "rotary_emb_base": 10000,
+                  "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.24.0",
+                  "use_cache": True, "use_parallel_residual": True, **sizes(*of), **more}
+
+
+SHORT, LONG = [1.0, 1.02, 1.06, 1.1, 1.3, 2.1] * 8, [1.08, 1.24, 5.7, 12.4, 31.9, 64.3] * 8
+LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
 
 INV_FREQ = [[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", "F32", [4]] for layer in range(2)]
 MASKS = [[f"h.{layer}.attn.bias", "F32", [1, 1, 16, 16]] for layer in range(2)]
@@ -218,23 +276,103 @@ CARDS = [
         "max_position_embeddings": 1024}), {"head": "none"}),
     (gpt2("gelu_python_tanh", 768, 12, 12, activation_function="gelu_python_tanh"), {"head": "none"}),
     (gpt2("gelu_accurate", 768, 12, 12, activation_function="gelu_accurate"), {"head": "none"}),
-    # What another model would be for
+    # Llamas of other forms
     (llama2("NousResearch/Yarn-Llama-2-7b-64k", 4096, 11008, 32, 32, 32000, 65536, 32,
             rope_scaling={"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn"}),
-     {"refused": "rope_type"}),
+     {}),
     (llama2("a Llama 2 of dynamic positions", 4096, 11008, 32, 32, 32000, 4096, 32, rope_scaling={"factor": 2.0, "type": "dynamic"}),
-     {"refused": "rope_type"}),
+     {}),
+    (llama2("ibm-granite/granite-3b-code-base-2k", 2560, 10240, 32, 32, 49152, 2048, 32, attention_bias=True, mlp_bias=True,
+            rope_theta=10000, tie_word_embeddings=True), {}),
+    (llama3("nvidia/Llama-3.1-Minitron-4B-Width-Base", 3072, 9216, 32, 32, 128256, 131072, 8, head_dim=128, mlp_bias=False,
+            rope_scaling=longer(8.0)), {}),
+    # Qwen 2 and 2.5
+    (qwen2("Qwen/Qwen2-0.5B", 896, 4864, 24, 14, 151936, 131072, 2, max_window_layers=24, tie_word_embeddings=True),
+     {**BF16, "head": "none"}),
+    (qwen2("Qwen/Qwen2.5-1.5B", 1536, 8960, 28, 12, 151936, 131072, 2, max_window_layers=28, tie_word_embeddings=True,
+           use_mrope=False), {**BF16, "head": "none"}),
+    (qwen2("Qwen/Qwen2.5-7B-Instruct", 3584, 18944, 28, 28, 152064, 32768, 4, eos_token_id=151645, max_window_layers=28,
+           transformers_version="4.43.1"), {**BF16, "files": 2}),
+    (qwen2("Qwen/Qwen2.5-7B-Instruct, for long texts", 3584, 18944, 28, 28, 152064, 32768, 4, max_window_layers=28,
+           rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}), BF16),
+    (qwen2("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1536, 8960, 28, 12, 151936, 131072, 2, max_window_layers=21,
+           rope_theta=10000, sliding_window=4096, use_mrope=False), BF16),
+    # Mistral
+    (mistral("mistralai/Mistral-7B-v0.1", 4096, 14336, 32, 32, 32000, 32768, 8, rope_theta=10000.0, sliding_window=4096,
+             transformers_version="4.34.0.dev0"), {**BF16, "files": 2}),
+    (mistral("mistralai/Mistral-7B-Instruct-v0.3", 4096, 14336, 32, 32, 32768, 32768, 8, attention_dropout=0.0, rope_theta=1000000.0,
+             sliding_window=None, transformers_version="4.42.0.dev0"), BF16),
+    (mistral("mistralai/Mistral-Nemo-Base-2407", 5120, 14336, 40, 32, 131072, 1024000, 8, attention_dropout=0.0, head_dim=128,
+             rope_theta=1000000.0, sliding_window=None), BF16),
+    (mistral("HuggingFaceH4/zephyr-7b-beta", 4096, 14336, 32, 32, 32000, 32768, 8, pad_token_id=2, rope_theta=10000.0,
+             sliding_window=4096, _name_or_path="mistralai/Mistral-7B-v0.1"), BF16),
+    # Qwen 3
+    (qwen3("Qwen/Qwen3-0.6B", 1024, 3072, 28, 16, 151936, 40960, 8, max_window_layers=28, rope_theta=1000000,
+           tie_word_embeddings=True), {**BF16, "head": "equal"}),
+    (qwen3("Qwen/Qwen3-8B", 4096, 12288, 36, 32, 151936, 40960, 8, max_window_layers=36), {**BF16, "files": 2}),
+    (qwen3("Qwen/Qwen3-4B-Instruct-2507", 2560, 9728, 36, 32, 151936, 262144, 8, eos_token_id=151645, max_window_layers=36,
+           rope_theta=5000000, tie_word_embeddings=True), {**BF16, "head": "none"}),
+    # Phi-3 and Phi-4
+    (phi3("microsoft/Phi-3-mini-4k-instruct", 3072, 8192, 32, 32, 32064, 4096, 32, sliding_window=2047,
+          transformers_version="4.40.2"), BF16),
+    (phi3("microsoft/Phi-3-mini-128k-instruct", 3072, 8192, 32, 32, 32064, 131072, 32, sliding_window=262144,
+          rope_scaling={"long_factor": LONG, "short_factor": SHORT, "type": "longrope"}), {**BF16, "files": 2}),
+    (phi3("microsoft/Phi-4-mini-instruct", 3072, 8192, 32, 24, 200064, 131072, 8, full_attn_mod=1, interpolate_factor=1,
+          lm_head_bias=False, mlp_bias=False, partial_rotary_factor=0.75, sliding_window=262144, tie_word_embeddings=True,
+          rope_scaling={"long_factor": LONG, "short_factor": SHORT, "type": "longrope"}), {**BF16, "head": "none"}),
+    (phi3("microsoft/phi-4", 5120, 17920, 40, 40, 100352, 16384, 10, original_max_position_embeddings=16384, rope_theta=250000,
+          sliding_window=None, bos_token_id=100257, eos_token_id=100265, pad_token_id=100349), BF16),
+    # Gemma 2
+    (gemma2("google/gemma-2-2b", 2304, 9216, 26, 8, 256000, 8192, 4), {"head": "none"}),
+    (gemma2("google/gemma-2-9b-it", 3584, 14336, 42, 16, 256000, 8192, 8, sliding_window_size=4096), {**BF16, "head": "none"}),
+    (gemma2("google/gemma-2-9b", 3584, 14336, 42, 16, 256000, 8192, 8), {**BF16, "head": "none"}),
+    (gemma2("a Gemma 2 of two windows", 3584, 14336, 42, 16, 256000, 8192, 8, sliding_window_size=5),
+     {"refused": "sliding_window_size"}),
+    (gemma2("google/gemma-2-27b", 4608, 36864, 46, 32, 256000, 8192, 16, head_dim=128, query_pre_attn_scalar=144, torch_dtype="bfloat16",
+            _attn_implementation="eager"), {**BF16, "head": "none", "files": 2}),
+    # Gemma 3, text
+    (gemma3("google/gemma-3-1b-it", 1152, 6912, 26, 4, 262144, 32768, 1, sliding_window_pattern=6), {**BF16, "head": "none"}),
+    (gemma3("google/gemma-3-270m", 640, 2048, 18, 4, 262144, 32768, 1, _sliding_window_pattern=6, layer_types=LAYERS * 3,
+            rope_local_base_freq=10000.0, rope_theta=1000000.0, use_bidirectional_attention=False), {**BF16, "head": "none"}),
+    (gemma3("google/gemma-3-4b-it, its text model", 2560, 10240, 34, 8, 262208, 131072, 4, sliding_window=1024, sliding_window_pattern=6,
+            rope_scaling={"factor": 8.0, "rope_type": "linear"}), {**BF16, "head": "none"}),
+    (gemma3("google/gemma-3-1b-it, saved by transformers 5", 1152, 6912, 26, 4, 262144, 32768, 1, layer_types=LAYERS * 4 + LAYERS[:2],
+            _sliding_window_pattern=6, rope_parameters={"full_attention": {"rope_theta": 1000000, "rope_type": "default"},
+                                                        "sliding_attention": {"rope_theta": 10000, "rope_type": "default"}}),
+     {**BF16, "head": "none"}),
+    # GPT-NeoX
+    (neox("EleutherAI/pythia-70m-deduped", 512, 2048, 6, 8, 50304, 2048), F16),
+    (neox("EleutherAI/pythia-1.4b", 2048, 8192, 24, 16, 50304, 2048, attention_dropout=0.0, classifier_dropout=0.1, hidden_dropout=0.0),
+     F16),
+    (neox("EleutherAI/gpt-neox-20b", 6144, 24576, 44, 64, 50432, 2048, attention_probs_dropout_prob=0, hidden_act="gelu_fast",
+          hidden_dropout_prob=0, eos_token_id=2), {**F16, "files": 2}),
+    (neox("togethercomputer/RedPajama-INCITE-Base-3B-v1", 2560, 10240, 32, 32, 50432, 2048, rotary_pct=1.0,
+          use_parallel_residual=False), F16),
+    # What another model would be for
     (llama2("TheBloke/Llama-2-7B-GPTQ", 4096, 11008, 32, 32, 32000, 4096, 32,
             quantization_config={"bits": 4, "group_size": 128, "quant_method": "gptq"}), {"refused": "quantization_config"}),
-    (llama2("ibm-granite/granite-3b-code-base-2k", 2560, 10240, 32, 32, 49152, 2048, 32, attention_bias=True, mlp_bias=True,
-            rope_theta=10000, tie_word_embeddings=True), {"refused": "attention_bias"}),
-    (llama3("nvidia/Llama-3.1-Minitron-4B-Width-Base", 3072, 9216, 32, 32, 128256, 131072, 8, head_dim=128, mlp_bias=False,
-            rope_scaling=longer(8.0)), {"refused": "head_dim"}),
     (gpt2("cerebras/Cerebras-GPT-111M", 768, 10, 12, 2048, activation_function="gelu", attn_pdrop=0.0, embd_pdrop=0.0, n_inner=3072,
           reorder_and_upcast_attn=False, resid_pdrop=0.0, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True),
      {"refused": "activation_function"}),
     (gpt2("stanford-crfm/alias-gpt2-small-x21", 768, 12, 12, n_inner=None, reorder_and_upcast_attn=True,
           scale_attn_by_inverse_layer_idx=True, scale_attn_weights=True), {"refused": "scale_attn_by_inverse_layer_idx"}),
+    (("HuggingFaceTB/SmolLM3-3B", {"model_type": "smollm3", "no_rope_layer_interval": 4, "hidden_size": 2048,
+                                   "num_attention_heads": 16, "num_hidden_layers": 36, "vocab_size": 128256}), {"refused": "no_rope_layers"}),
+    (("google/gemma-3-4b-it", {"model_type": "gemma3", "num_attention_heads": 8, "text_config": {}, "vocab_size": 1}),
+     {"refused": "text_config"}),
+    (mistral("a Mistral with biases", 4096, 14336, 32, 32, 32000, 32768, 8, attention_bias=True), {"refused": "attention_bias"}),
+    (gemma3("a Gemma 3 with capped scores", 1152, 6912, 26, 4, 262144, 32768, 1, attn_logit_softcapping=50.0),
+     {"refused": "attn_logit_softcapping"}),
+    (gemma2("a Gemma 2 that sees both ways", 2304, 9216, 26, 8, 256000, 8192, 4, use_bidirectional_attention=True),
+     {"refused": "use_bidirectional_attention"}),
+    (phi3("a Phi-3 of another scaling", 3072, 8192, 32, 32, 32064, 4096, 32, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+     {"refused": "rope_type"}),
+    (llama2("a partial rotation", 4096, 11008, 32, 32, 32000, 4096, 32, partial_rotary_factor=0.5), {"refused": "partial_rotary_factor"}),
+    (llama2("a Llama with a multiplier of Granite", 4096, 11008, 32, 32, 32000, 4096, 32, residual_multiplier=0.22),
+     {"refused": "residual_multiplier"}),
+    (llama3("scaling of another program", 4096, 14336, 32, 32, 128256, 131072, 8, rope_scaling={
+        "rope_type": "default", "mrope_section": [1, 1, 2]}), {"refused": "mrope_section"}),
+    (llama2("another activation", 4096, 11008, 32, 32, 32000, 4096, 32, hidden_act="mish"), {"refused": "mish"}),
     (("microsoft/biogpt", {"architectures": ["BioGptForCausalLM"], "hidden_act": "gelu", "hidden_size": 1024, "model_type": "biogpt",
                            "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 42384}), {"refused": "biogpt"}),
     (("thu-coai/CDial-GPT_LCCC-large", {"afn": "gelu", "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 513,
@@ -267,6 +405,22 @@ def cut(config, number):
     if config.get("head_dim") is not None:
         small["head_dim"] = 8 if config["head_dim"] == config["hidden_size"] // heads else 16
     small["hidden_size"] = 8 * few
+    if config["model_type"] == "gemma3_text":
+        small["num_hidden_layers"] = 7
+    layers = small["num_hidden_layers"]
+    # Windows are narrower than the sequences, and the longer factors of Phi-3 apply to them.
+    if config.get("sliding_window") is not None:
+        small["sliding_window"] = 4
+        if config.get("sliding_window_size") == config["sliding_window"]:
+            small["sliding_window_size"] = 4
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    if config["model_type"] == "phi3":
+        is_longer = config["max_position_embeddings"] > config["original_max_position_embeddings"]
+        small["original_max_position_embeddings"] = 6 if is_longer else 32
+    for factors in ["short_factor", "long_factor"]:
+        if factors in (config.get("rope_scaling") or {}):
+            config["rope_scaling"][factors] = config["rope_scaling"][factors][: 3 if "partial_rotary_factor" in config else 4]
     for name in ["rope_scaling", "rope_parameters"]:
         if (config.get(name) or {}).get("original_max_position_embeddings"):
             config[name]["original_max_position_embeddings"] = 16
@@ -285,7 +439,11 @@ def tensors(config, layout):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     dtype = DTYPES[layout.get("dtype", "F32")]
     # A tied head is no parameter of its own.
-    made = {name: formula(number, name, param.shape).to(dtype) for number, (name, param) in enumerate(sorted(model.named_parameters()))}
+    # The head of GPT-NeoX has another name in files.
+    is_neox = config["model_type"] == "gpt_neox"
+    rename = (lambda name: name.replace("lm_head", "embed_out")) if is_neox else (lambda name: name)
+    named = sorted(((rename(name), param) for name, param in model.named_parameters()), key=lambda named: named[0])
+    made = {name: formula(number, name, param.shape).to(dtype) for number, (name, param) in enumerate(named)}
     top, table = ("transformer.", "transformer.wte.weight") if is_gpt2(config) else ("model.", "model.embed_tokens.weight")
     head = layout.get("head", "own")
     if head in ["equal", "only"]:
@@ -322,7 +480,8 @@ def card(number, name, config, layout):
         return card
     with tempfile.TemporaryDirectory() as folder:
         write(folder, config, layout)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"], (name, info)
     with torch.no_grad():
         logits = model.eval()(torch.tensor(TOKENS)).logits
