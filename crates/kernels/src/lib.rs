@@ -8,9 +8,9 @@
 //! The mathematics is the same as in the composed operations, which all other backends and types use. Tests compare the
 //! two.
 //!
-//! Burn's capture device records graphs for later execution. On it, operations are recorded as [`FusedOperation`]s
-//! inside [`recorded`], and composed of elementary operations elsewhere. The executor of such a graph must support
-//! fused operations.
+//! Burn's capture device records graphs for later execution. Inside [`recorded`], it records each operation as one
+//! [`FusedOperation`]; elsewhere, as its elementary operations. The executor of such a graph must support fused
+//! operations.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};

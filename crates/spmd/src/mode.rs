@@ -92,8 +92,8 @@ impl Mode {
         Self::new(Ranks::line(group), division)
     }
 
-    /// Creates a mode in which the ranks of a group divide the batch, with parameter placements that move few bytes:
-    /// [`DataParallel::Automatic`].
+    /// Creates a mode in which the ranks of a group divide the batch, with parameter placements chosen to move few
+    /// bytes: [`DataParallel::Automatic`].
     pub fn automatic(group: ProcessGroup) -> Self {
         Self::data_parallel(group, DataParallel::Automatic)
     }

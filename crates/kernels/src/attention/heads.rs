@@ -223,7 +223,7 @@ impl Operands {
         }
     }
 
-    /// Returns the unscaled scores of a block's queries and some keys: their products.
+    /// Returns the unscaled scores of a block's queries for some keys: their dot products.
     fn scores(&self, block: &Range<usize>, keys: &Range<usize>) -> FlexTensor {
         let queries = self.part(Part::Queries, block);
         let keys = self.part(Part::Keys, keys);

@@ -58,7 +58,7 @@ pub struct Plan {
     pub process: ProcessBytes,
     /// The peak in bytes if no operation overwrote its operand.
     pub peak_without_reuse: u64,
-    /// Number and bytes of the collectives.
+    /// The collectives of the step.
     pub traffic: Traffic,
     /// Number of floating-point operations.
     pub flops: Flops,

@@ -30,7 +30,7 @@ pub struct Collective {
     pub label: Arc<str>,
     /// The tensors that are sent together.
     pub parts: Vec<CollectivePart>,
-    /// How addends are reduced; `None` if data only moves.
+    /// How the ranks' values are reduced; `None` if data only moves.
     pub reduction: Option<ReduceOp>,
     /// Role of the tensors in the step.
     pub payload: Payload,
@@ -119,7 +119,7 @@ pub enum Stage {
     Whole,
     /// Only the start.
     Start,
-    /// Waits for a collective that was started.
+    /// Only the wait for a collective that was started.
     Wait,
 }
 
@@ -139,8 +139,8 @@ impl Collective {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
     }
 
-    /// Returns the type of the results, if it differs from the type in which a reduction sends addends. It is the same
-    /// for all parts.
+    /// Returns the type of the results, if it differs from the type that a reduction sends. It is the same for all
+    /// parts.
     pub fn widened(&self) -> Option<DType> {
         let mut parts = self.parts.iter();
         let widened = parts.find(|part| part.result != part.dtype);

@@ -18,7 +18,7 @@ pub(crate) enum Trait {
     Pointwise,
     /// Cheap: recomputing the operation costs no more than reading and writing memory.
     Cheap,
-    /// Linear: from addends of the operands, it computes addends of the result.
+    /// Linear: from terms that sum to the operands, it computes terms that sum to the result.
     Linear,
     /// Linear for floats, but not for integers, whose results are rounded.
     LinearOnFloats,

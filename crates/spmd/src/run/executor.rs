@@ -107,7 +107,7 @@ impl<B: BackendIr> Executor<B> {
         self.moment = Moment { step, micro };
     }
 
-    /// Returns the ranks that run together.
+    /// Returns the group of ranks that run graphs together.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }

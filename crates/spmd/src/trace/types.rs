@@ -55,7 +55,7 @@ pub(super) fn by_types<M: Module, T>(
 }
 
 impl Error {
-    /// Returns the error with instructions instead of Burn's message.
+    /// Replaces Burn's message in the error with instructions.
     fn said_of_types(self) -> Self {
         match self {
             Self::Uncapturable {

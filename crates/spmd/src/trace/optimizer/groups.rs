@@ -156,7 +156,7 @@ impl<O: Optimizer> From<O> for OptimizerGroups {
 }
 
 impl From<OptimizerGroups> for ModuleOptimizer {
-    /// Returns the same optimizers for Burn's own loop, and for the eager engine.
+    /// Converts the groups to Burn's optimizer, for Burn's own loop and for the eager engine.
     fn from(groups: OptimizerGroups) -> Self {
         let mut groups = groups.groups.into_iter();
         let all = groups.next().expect("the first is for all parameters");
