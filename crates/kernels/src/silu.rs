@@ -35,7 +35,7 @@ pub(crate) fn gated(gate: FlexTensor, values: FlexTensor) -> FlexTensor {
     gate
 }
 
-/// Returns the gradients of gate and values of [`gated`]. The first is in the memory of the gradient of the result.
+/// Returns the gradients of gate and values of [`gated`]. The first reuses the memory of the result's gradient.
 pub(crate) fn gated_gradients(
     gate: FlexTensor,
     values: FlexTensor,

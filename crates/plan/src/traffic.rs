@@ -9,7 +9,7 @@ use burn_fsdp_spmd::graph::{CollectiveKind, Graph};
 pub struct Tally {
     /// Number of collectives.
     pub operations: u64,
-    /// Total size of the unsharded tensors in bytes.
+    /// Total size of the whole tensors in bytes.
     pub bytes: u64,
     /// Bytes that one rank sends in ring algorithms: `(n - 1) / n` of the whole tensors, twice as many for all-reduce,
     /// and `(n - 1) / n` of a rank's part for all-to-all.

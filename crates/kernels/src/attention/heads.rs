@@ -323,7 +323,7 @@ fn dims(tensor: &FlexTensor) -> [usize; 4] {
     [shape[0], shape[1], shape[2], shape[3]]
 }
 
-/// Returns a sequence of `[batch, time, heads, width]` as 32-bit floats, `[1, time, heads, width]`.
+/// Returns one sequence of a tensor `[batch, time, heads, width]` as 32-bit floats, `[1, time, heads, width]`.
 fn sequence_of(tensor: &FlexTensor, index: usize) -> FlexTensor {
     let sequence = tensor.narrow(0, index, 1);
     if sequence.dtype() != DType::BF16 {

@@ -12,7 +12,7 @@ pub struct Advice {
     pub change: String,
     /// The job after the change.
     pub job: Job,
-    /// Peak of the changed job in bytes.
+    /// Peak memory of the changed job in bytes.
     pub peak: u64,
 }
 

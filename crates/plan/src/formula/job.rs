@@ -70,7 +70,7 @@ const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;
 
-/// A moment of the step and its memory.
+/// A moment of the step, and the memory in use then.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stop {
     /// A description of the moment, such as `backward of block 3`.

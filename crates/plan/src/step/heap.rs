@@ -52,7 +52,7 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The live bytes while one node runs, and the bytes that it saves.
+/// The live bytes while one node runs, and the bytes saved by reuse.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,

@@ -73,7 +73,7 @@ pub trait Override<M: Module>: Send {
     ///
     /// # Errors
     ///
-    /// If the graph is not what it expects.
+    /// If the override cannot rewrite the graph.
     fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
         Ok(graph)
     }

@@ -128,7 +128,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Resumes a run after `steps` steps at these learning rates. Each of them must have trained every parameter. The
+    /// Resumes a run after `steps` steps at these learning rates. Each step must have trained every parameter. The
     /// optimizer's counters are set as after these steps. Every state must be set with [`set_state`](Self::set_state)
     /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
     /// changed, or with [skipped](Self::was_skipped) steps.

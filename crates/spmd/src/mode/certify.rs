@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Certify {
     Never,
-    /// Plans with little work: the default of debug builds.
+    /// Plans that take little work to prove: the default of debug builds.
     Small,
     Always,
 }

@@ -80,7 +80,7 @@ impl MemoryTable {
         self.peak_node
     }
 
-    /// Begins a new measurement.
+    /// Begins a new measurement of the peak.
     pub fn reset_peak(&mut self) {
         self.peak_bytes = self.live_bytes;
         self.peak_node = None;
