@@ -255,8 +255,8 @@ impl Job {
         }
     }
 
-    /// Returns the floating-point operations that the model requires per step and rank: forward, and twice as many for
-    /// backward.
+    /// Returns the floating-point operations that the model requires per step and rank: once for forward, and twice
+    /// that for backward.
     pub fn model_flops(&self) -> f64 {
         let forward = self.model.block_flops(self.seq) + self.model.head_flops();
         3.0 * self.tokens() * forward

@@ -31,7 +31,7 @@ struct Key {
 }
 
 /// The parameters that get a gradient and therefore an optimizer step. Each path maps to the path of the first
-/// parameter with the same gradient, whose number the pending gradient has.
+/// parameter with the same gradient, which identifies the pending gradient.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
 /// The graphs that were created for a key.

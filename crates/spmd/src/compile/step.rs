@@ -251,7 +251,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph of the last step, or of the batch prepared last; `None` before. After a step over
+    /// Returns the graph of the last step, or of the batch prepared last; `None` if there is neither. After a step over
     /// micro-batches it is the graph of the last of them, without the optimizer.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()

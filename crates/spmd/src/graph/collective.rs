@@ -117,7 +117,7 @@ impl CollectivePart {
 pub enum Stage {
     /// The whole collective.
     Whole,
-    /// Only the start.
+    /// Only the start of the collective.
     Start,
     /// Only the wait for a collective that was started.
     Wait,

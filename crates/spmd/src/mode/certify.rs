@@ -18,7 +18,7 @@ impl Default for Certify {
     }
 }
 
-/// Replaces a pass by one that does the same, except for a fault.
+/// Replaces a pass with one that does the same, except for a fault.
 #[cfg(test)]
 pub(crate) type Planted =
     fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;

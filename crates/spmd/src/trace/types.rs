@@ -1,7 +1,7 @@
 //! The type of tensors that a model creates without specifying one.
 //!
 //! Burn gives them the device's default type. Recurrent layers create their first states and their output tensor this
-//! way. With 16-bit parameters, they would mix two types.
+//! way, and would mix two types if parameters have 16 bits.
 
 use burn::module::Module;
 use burn::tensor::Device;
