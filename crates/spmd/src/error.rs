@@ -199,7 +199,7 @@ pub enum Error {
         axis: String,
     },
 
-    /// Random numbers that should be the same on all ranks of an axis, but cannot be.
+    /// Random numbers that must be the same on all ranks of an axis, but cannot be.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}, because each rank draws a part \
          and no dim can be cut into equal parts; in a train step, draw from a seed (Mode::seeded), or turn off dropout"

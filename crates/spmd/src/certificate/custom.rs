@@ -96,7 +96,7 @@ pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     }
 }
 
-/// Returns the norm for a sum, and the clipping factor for a limit.
+/// Returns the norm with this sum, and the factor that clips it to the limit.
 pub(super) fn clipped(total: Element, limit: Scalar, order: Scalar) -> [Element; 2] {
     let words = [
         total,

@@ -61,8 +61,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the cut dims.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -280,8 +280,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) returns.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -303,8 +303,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -378,8 +378,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Sets this rank's part of an optimizer state, under the name and in the shape that
     /// [`state_shards`](Self::state_shards) returns.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -411,8 +411,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Continues a run after `steps` steps, with the optimizer's states at that point. Trained parameters without a
     /// state have not been stepped yet.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///

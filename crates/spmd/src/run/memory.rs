@@ -125,7 +125,7 @@ impl MemoryTable {
         }
     }
 
-    /// Counts the results of a collective instead of the memory that was reserved for them.
+    /// Counts the results of a collective in place of the memory that was reserved for them.
     pub(super) fn replace(
         &mut self,
         written: &[(TensorId, Address)],
