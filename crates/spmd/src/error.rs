@@ -105,8 +105,8 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model uses an operation that is not one of Burn's, and the step has no
-    /// [`CustomOperation`](crate::CustomOperation) of that name.
+    /// An operation of the model that is not one of Burn's, and for which the step has no
+    /// [`CustomOperation`](crate::CustomOperation).
     #[error(
         "the model uses the operation \"{name}\", which is not one of Burn's; pass the step a CustomOperation of that \
          name (CompiledStep::operations)"

@@ -225,7 +225,7 @@ fn composed(
     call.results(&Plain)
 }
 
-/// Returns random numbers for an operand, which its type can represent.
+/// Returns random numbers for an operand, all representable in its type.
 fn drawn(
     kernel: FusedOperation,
     call: &CustomOpIr,

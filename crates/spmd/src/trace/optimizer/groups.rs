@@ -49,7 +49,7 @@ macro_rules! with_rank {
 /// The optimizers of a compiled step: one for all parameters, and others for groups of them, as in Burn's
 /// [`ModuleOptimizer`]. A single Burn optimizer also converts to this type.
 ///
-/// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
+/// A parameter in several groups is updated by the optimizer that was added last. Groups have their own rates if a step
 /// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
