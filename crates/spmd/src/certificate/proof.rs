@@ -380,7 +380,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error for the first pass whose graph computes different results than the first graph.
+    /// Returns the error for the first pass whose graph computes different results from the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {

@@ -103,7 +103,7 @@ impl<M: Module, A: Override<M>, B: Override<A::Traced>> Override<M> for (A, B) {
 ///
 /// # Errors
 ///
-/// [`OverrideError`] if it lacks a tensor, or has a different one.
+/// [`OverrideError`] if it lacks a tensor of the step, or has it with another type, shape or kind.
 pub(super) fn added(
     own: &[(ParamId, ParameterSpec)],
     traced: Vec<(ParamId, ParameterSpec)>,

@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_fsdp_collectives::{Contract, OperationKind, Share};
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
-/// A collective operation of the schedule: the meaning of an `OperationIr::Custom` node.
+/// A collective operation of the schedule, which an `OperationIr::Custom` node represents.
 ///
 /// The node has one input and one output per part, in the order of the parts:
 ///
