@@ -65,7 +65,7 @@ pub struct Job {
     pub prefetch: usize,
 }
 
-/// Bytes per parameter: 4 for the stored value, 4 for its gradient, and 8 for AdamW's two states.
+/// Bytes per parameter: of the stored value, its gradient, and AdamW's two states.
 const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;

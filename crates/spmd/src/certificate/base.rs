@@ -159,7 +159,7 @@ impl Call<'_> {
         Ok(self.written(tensor, &places, value, &op.update, op.out.dtype))
     }
 
-    /// Returns the tensor after combining it with values at these flat indices, one after the other.
+    /// Returns the tensor combined with values at these flat indices, one after the other.
     fn written(
         &self,
         tensor: &Tensor,

@@ -409,7 +409,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Continues a run after `steps` steps, with the optimizer's states at that point. Trained parameters without a
-    /// state have not been stepped yet.
+    /// state have not been updated yet.
     ///
     /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
     /// must call it.
