@@ -69,7 +69,7 @@ impl RowKernel for Forward {
     }
 }
 
-/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
+/// Turns the gradient of the output into the gradient of the input. The second matrix is the input.
 struct Gradient;
 
 impl RowKernel for Gradient {

@@ -192,7 +192,7 @@ impl Kernel for Narrow<'_> {
     }
 }
 
-/// Widens halves. To be called inside a [`Kernel`].
+/// Widens halves. Call it inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     for (float, half) in floats.iter_mut().zip(halves) {
@@ -200,7 +200,7 @@ pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
     }
 }
 
-/// Rounds floats to halves. To be called inside a [`Kernel`].
+/// Rounds floats to halves. Call it inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     for (half, float) in halves.iter_mut().zip(floats) {
@@ -208,7 +208,7 @@ pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
     }
 }
 
-/// Rounds floats to numbers that are exact in halves. To be called inside a [`Kernel`].
+/// Rounds floats to numbers that are exact in halves. Call it inside a [`Kernel`].
 #[inline(always)]
 pub(crate) fn round(floats: &mut [f32]) {
     for float in floats {

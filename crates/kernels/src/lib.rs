@@ -2,15 +2,15 @@
 //!
 //! Composed of Burn's elementary operations, attention or a layer norm makes a dozen passes over memory, and saves a
 //! dozen tensors for backward. Here each operation is a single graph node that saves only its input. It processes whole
-//! rows while they are in the cache, with vector instructions for `exp` and `erf`. The operations count as expensive,
-//! so a gradient checkpointing device keeps their outputs, and only gathered weights are recomputed.
+//! rows while they are in the cache, with vector instructions for `exp` and `erf`. The operations count as expensive.
+//! With gradient checkpointing, a device therefore keeps their outputs and recomputes only gathered weights.
 //!
 //! The mathematics is the same as in the composed operations, which all other backends and types use. Tests compare the
 //! two.
 //!
-//! Burn's capture device records graphs for later execution. On it, operations are recorded as [`FusedOperation`]s
-//! inside [`recorded`], and composed of elementary operations elsewhere. The executor of such a graph must support
-//! fused operations.
+//! Burn's capture device records graphs for later execution. Inside [`recorded`], it records each operation as one
+//! [`FusedOperation`]; elsewhere, as its elementary operations. The executor of such a graph must support fused
+//! operations.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};

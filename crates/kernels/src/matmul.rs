@@ -51,8 +51,8 @@ fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
     FlexTensor::new(bytes, Layout::contiguous(shape), T::dtype())
 }
 
-/// Adds products of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to a matrix with rows of
-/// length `row_len`. The products are in separate columns, side by side from column `first`.
+/// Adds the products of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to a matrix whose rows
+/// have length `row_len`. The products are in separate columns, side by side from column `first`.
 ///
 /// # Panics
 ///

@@ -188,7 +188,7 @@ fn gradients(
     (grad, total)
 }
 
-/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
+/// Turns the gradient of the output into the gradient of the input. The second matrix is the input.
 struct Gradient<'a> {
     gamma: &'a [f32],
     form: Form,

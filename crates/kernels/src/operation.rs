@@ -10,7 +10,7 @@ use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, silu, sum};
 
 /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
-/// [name](Self::name), which [`run`](Self::run) computes.
+/// [name](Self::name). [`run`](Self::run) computes it.
 ///
 /// The inputs and outputs are either all 32-bit floats or all halves (`bf16`). Halves are widened when they are read,
 /// and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32 bits:
@@ -52,7 +52,8 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// Classes are integers, `[.., 1]`, and the log probabilities have the same shape. The numbers kept for the rows are
 /// `[.., 2]`.
 ///
-/// GELU, SiLU, both norms and both kinds of softmax accept tensors with any number of dims. The last dim is the row.
+/// GELU, SiLU, both norms and both kinds of softmax accept tensors with any number of dims. A row is along the last
+/// dim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
     /// `x` times the probability that a standard normal variable is below `x`.

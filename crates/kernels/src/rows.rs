@@ -30,7 +30,7 @@ pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     }
 }
 
-/// Returns the number of rows and their width. All dims except the last count rows.
+/// Returns the number of rows and their width. All dims except the last are rows.
 pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     let shape = tensor.layout().shape();
     let (width, rows) = shape

@@ -35,7 +35,7 @@ pub(crate) fn gated(gate: FlexTensor, values: FlexTensor) -> FlexTensor {
     gate
 }
 
-/// Returns the gradients of gate and values of [`gated`]. The first is in the memory of the gradient of the result.
+/// Returns the gradients of gate and values of [`gated`]. The first reuses the memory of the result's gradient.
 pub(crate) fn gated_gradients(
     gate: FlexTensor,
     values: FlexTensor,
@@ -97,7 +97,7 @@ impl RowKernel for Forward {
     }
 }
 
-/// Turns the gradient of the output into the gradient of the input, which is the second matrix.
+/// Turns the gradient of the output into the gradient of the input. The second matrix is the input.
 struct Gradient;
 
 impl RowKernel for Gradient {
@@ -111,7 +111,7 @@ impl RowKernel for Gradient {
     }
 }
 
-/// Turns the gate into the result. The values are the second matrix.
+/// Turns the gate into the result. The second matrix contains the values.
 struct Gated;
 
 impl RowKernel for Gated {

@@ -64,7 +64,7 @@ pub(crate) fn backward(y: FlexTensor, grad: FlexTensor, form: Form) -> FlexTenso
     grad
 }
 
-/// Turns the gradient of the output into the gradient of the input. The output is the second matrix.
+/// Turns the gradient of the output into the gradient of the input. The second matrix is the output.
 struct Gradient {
     width: usize,
     form: Form,

@@ -1,6 +1,6 @@
-//! Plans of the memory, traffic and time of a step, before anything runs.
+//! Predicts the memory, traffic and time of a step before anything runs.
 //!
-//! There are two kinds:
+//! There are two entry points:
 //!
 //! - [`Plan::new`] takes a **scheduled graph**. It returns one rank's live bytes at every node, exactly as the executor
 //!   will count them. It also counts collectives and arithmetic, and estimates the time and the bytes

@@ -17,13 +17,13 @@ pub struct TracedEstimate {
     pub num_params: u64,
     /// Bytes of device memory per rank.
     pub available: u64,
-    /// The peak in bytes. It is exact if every block was traced.
+    /// Peak memory in bytes. It is exact if every block was traced.
     pub peak: u64,
     /// True if the peak is at most `available`.
     pub fits: bool,
     /// Changes that would make the job fit, extrapolated from the plan.
     pub advice: Vec<Advice>,
-    /// The peak in bytes if no result of forward were recomputed in backward.
+    /// Peak memory in bytes if backward recomputed no results of forward.
     pub peak_without_recompute: u64,
     /// The plan of the graph.
     pub plan: Plan,

@@ -4,19 +4,19 @@ use serde::Serialize;
 
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph};
 
-/// Number and bytes of a step's collectives of one kind.
+/// The collectives of one kind in a step: their number and bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Tally {
     /// Number of collectives.
     pub operations: u64,
-    /// Total bytes of the whole tensors.
+    /// Total size of the whole tensors in bytes.
     pub bytes: u64,
     /// Bytes that one rank sends in ring algorithms: `(n - 1) / n` of the whole tensors, twice as many for all-reduce,
     /// and `(n - 1) / n` of a rank's part for all-to-all.
     pub sent: u64,
 }
 
-/// Number and bytes of a step's collectives.
+/// The collectives of a step, counted by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Traffic {
     /// Gathers of shards into whole tensors.

@@ -24,7 +24,7 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
     ///
     /// # Errors
     ///
-    /// A description of the fault in the call.
+    /// A description of the problem with the call.
     fn run(
         &self,
         call: &CustomOpIr,

@@ -36,10 +36,10 @@ const CHANGES: &str = "changes.txt";
 /// | `11-first-accumulate.txt` .. | the same for each part of a step that is split in three |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
-/// | `changes.txt` | for each pass the numbers of added, removed, changed and moved nodes, and the first of them |
+/// | `changes.txt` | for each pass, the numbers of added, removed, changed and moved nodes, and the first lines that differ |
 ///
 /// The subfolder of a plan is either complete or absent. The first plan replaces the folders of an earlier run, and
-/// nothing else in the folder. Clones continue the numbering.
+/// nothing else in the folder. Clones share the numbering.
 ///
 /// ```
 /// use burn_fsdp_spmd::GraphDump;

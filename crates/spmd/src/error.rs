@@ -105,8 +105,8 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model uses an operation that is not one of Burn's, and the step has no
-    /// [`CustomOperation`](crate::CustomOperation) of that name.
+    /// An operation of the model that is not one of Burn's, and for which the step has no
+    /// [`CustomOperation`](crate::CustomOperation).
     #[error(
         "the model uses the operation \"{name}\", which is not one of Burn's; pass the step a CustomOperation of that \
          name (CompiledStep::operations)"
@@ -199,7 +199,7 @@ pub enum Error {
         axis: String,
     },
 
-    /// Random numbers that should be the same on all ranks of an axis, but cannot be.
+    /// Random numbers that must be the same on all ranks of an axis, but cannot be.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}, because each rank draws a part \
          and no dim can be cut into equal parts; in a train step, draw from a seed (Mode::seeded), or turn off dropout"

@@ -151,8 +151,8 @@ impl InitialValues {
         values.collect()
     }
 
-    /// Removes a value, and returns it in the parameter's layout in the graph. [`set_local`](Self::set_local) restores
-    /// it. All ranks must call it.
+    /// Removes a value, and returns it in the layout that the parameter has in the graph.
+    /// [`set_local`](Self::set_local) restores it. All ranks must call it.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,

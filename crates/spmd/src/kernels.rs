@@ -12,9 +12,9 @@ use burn_ir::{
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
 
-/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend supports them. The graphs of losses
-/// that `burn_fsdp_kernels::recorded` records contain them, and [`UseKernels`](crate::passes::UseKernels) inserts them
-/// for operations that Burn composes.
+/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend supports them. The graph of a loss
+/// recorded with `burn_fsdp_kernels::recorded` contains them, and [`UseKernels`](crate::passes::UseKernels) inserts
+/// them in place of operations that Burn composes.
 pub fn kernels() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
         known.kernel(

@@ -4,7 +4,7 @@ use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
 /// Burn's [`Lora`] for a module whose parameters are lazy, as in `init` of [`compile`](crate::compile()). Burn's
-/// `apply_lora` initializes every matrix at once to read its shape, and therefore the whole model. This type
+/// `apply_lora` initializes every matrix at once to read its shape, and so initializes the whole model. This type
 /// initializes no matrix, and draws factors on request, in module order.
 ///
 /// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors

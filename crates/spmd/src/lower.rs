@@ -1,4 +1,4 @@
-//! The application of a mode's passes to a traced step.
+//! Applies a mode's passes to a traced step.
 
 use std::sync::Arc;
 use std::time::Instant;

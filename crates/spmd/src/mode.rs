@@ -92,8 +92,8 @@ impl Mode {
         Self::new(Ranks::line(group), division)
     }
 
-    /// Creates a mode in which the ranks of a group divide the batch, with parameter placements that move few bytes:
-    /// [`DataParallel::Automatic`].
+    /// Creates a mode in which the ranks of a group divide the batch, with parameter placements chosen to move few
+    /// bytes: [`DataParallel::Automatic`].
     pub fn automatic(group: ProcessGroup) -> Self {
         Self::data_parallel(group, DataParallel::Automatic)
     }
@@ -223,8 +223,9 @@ impl Mode {
     }
 
     /// Sets the number of graphs to keep. There is one graph for each combination of input shapes, values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations, so the first step has its own. The
-    /// default is 8 and the minimum is 1; the least recently used graph is evicted first.
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations. The first step's optimizer
+    /// operations differ, so it has its own graph. The default is 8 and the minimum is 1; the least recently used graph
+    /// is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
@@ -259,8 +260,8 @@ impl Mode {
         &self.ranks
     }
 
-    /// Returns the shape of a tensor in the joined batch, over which the step is traced, if every rank has a tensor of
-    /// shape `shape`.
+    /// Returns the shape that a tensor has in the joined batch, over which the step is traced. `shape` is its shape on
+    /// each rank.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } => shape.to_vec(),
@@ -436,8 +437,8 @@ impl Mode {
         self.seed.is_some()
     }
 
-    /// Decides the placements that are left open, from the first graph of the joined batch. Placements of later inputs
-    /// are decided by their own graph.
+    /// Decides the open placements from the first graph of the joined batch. Inputs that first appear in a later graph
+    /// are placed by that graph.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &mut self.division {
             Division::DataParallel(_) | Division::Hybrid { .. } | Division::Expand(..) => Ok(()),

@@ -227,8 +227,8 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole tensor from the flat padded shards of all ranks. Its memory does not come from a shared pool,
-/// which would keep it.
+/// Gathers the whole tensor from the flat padded shards of all ranks. The memory does not come from the shared pool,
+/// which would retain it.
 fn gather(
     group: &ProcessGroup,
     path: &str,

@@ -55,7 +55,7 @@ pub(crate) enum Keep<'a> {
     Twins(&'a Stages, &'a Scale),
 }
 
-/// The kept graphs of a step, each made by a pass from the one before it.
+/// The kept graphs of a step, each produced by a pass from the previous one.
 pub(crate) struct Stages {
     whole: Vec<Graph>,
     /// If the step has three graphs, the stages of each, from the point where the step was split.

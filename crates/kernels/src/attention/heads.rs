@@ -223,7 +223,7 @@ impl Operands {
         }
     }
 
-    /// Returns the unscaled scores of a block's queries and some keys: their products.
+    /// Returns the unscaled scores of a block's queries for some keys: their dot products.
     fn scores(&self, block: &Range<usize>, keys: &Range<usize>) -> FlexTensor {
         let queries = self.part(Part::Queries, block);
         let keys = self.part(Part::Keys, keys);
@@ -323,7 +323,7 @@ fn dims(tensor: &FlexTensor) -> [usize; 4] {
     [shape[0], shape[1], shape[2], shape[3]]
 }
 
-/// Returns a sequence of `[batch, time, heads, width]` as 32-bit floats, `[1, time, heads, width]`.
+/// Returns one sequence of a tensor `[batch, time, heads, width]` as 32-bit floats, `[1, time, heads, width]`.
 fn sequence_of(tensor: &FlexTensor, index: usize) -> FlexTensor {
     let sequence = tensor.narrow(0, index, 1);
     if sequence.dtype() != DType::BF16 {

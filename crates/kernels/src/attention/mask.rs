@@ -25,8 +25,8 @@ pub(crate) struct Fill {
     pub(crate) value: f32,
 }
 
-/// The masks of a block of queries. The code of a query and key is zero, or the one-based index of the last mask that
-/// is set.
+/// The masks of a block of queries. The code of a query and a key is zero if no mask is set there, or the one-based
+/// index of the last mask that is set.
 pub(super) struct Codes {
     codes: Vec<u8>, // [heads or 1, queries, keys]
     planes: usize,
@@ -164,7 +164,8 @@ impl Kernel for CausalSoftmax<'_> {
     }
 }
 
-/// Softmax of rows of scores under masks. Returns true if omitting the other keys does not change the result.
+/// Softmax of rows of scores under masks. Running it returns true if omitting the other keys does not change the
+/// result.
 pub(super) struct MaskedSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) keys: Range<usize>,

@@ -167,12 +167,12 @@ impl PointwiseProgram {
         PointwiseOperand::Number(self.numbers.len() - 1)
     }
 
-    /// Lets the result overwrite an input, if it is not shared and has all elements in order.
+    /// Sets the input that the result overwrites, if that input is not shared and has all elements in order.
     pub fn write_over(&mut self, input: Option<usize>) {
         self.written_over = input;
     }
 
-    /// Returns the input that the result overwrites, if possible.
+    /// Returns the index of the input that [`write_over`](Self::write_over) set.
     pub fn written_over(&self) -> Option<usize> {
         self.written_over
     }
@@ -187,7 +187,7 @@ impl PointwiseProgram {
         self.steps.is_empty()
     }
 
-    /// Returns the index of a number among the scalars of a call.
+    /// Returns the position of number `number` among the scalars of a call.
     pub fn place_of(&self, number: usize) -> usize {
         HEADER + 3 * self.steps.len() + number
     }

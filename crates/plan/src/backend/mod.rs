@@ -1,4 +1,4 @@
-//! Whether an operation's result shares memory, overwrites an operand or allocates, on Burn's CPU backend.
+//! Rules for when an operation's result shares memory, overwrites an operand or allocates on Burn's CPU backend.
 
 mod allocation;
 mod flex;

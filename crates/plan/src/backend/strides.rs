@@ -1,6 +1,6 @@
 //! The strides of a tensor: the order of its elements in memory.
 
-/// A tensor's shape, strides and offset, as in Burn's CPU backend. Strides and offset count elements.
+/// A tensor's shape, strides and offset, as in Burn's CPU backend. Strides and offset are in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Strides {
     pub(crate) shape: Vec<usize>,
@@ -109,7 +109,7 @@ impl Strides {
         }
     }
 
-    /// Returns the strides of the same elements in another shape, or `None` if it needs a copy.
+    /// Returns the strides of the same elements in another shape, or `None` if reshaping needs a copy.
     pub(crate) fn reshaped(&self, shape: &[usize]) -> Option<Self> {
         self.is_contiguous().then(|| Self {
             offset: self.offset,

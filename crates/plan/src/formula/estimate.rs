@@ -31,7 +31,7 @@ pub struct Estimate {
     pub host_bytes: u64,
     /// Changes that would make the job fit. Empty if it fits, or if no change is found.
     pub advice: Vec<Advice>,
-    /// Number and bytes of a step's collectives.
+    /// The collectives of a step.
     pub traffic: Traffic,
     /// Floating-point operations that the model requires, per step and rank.
     pub model_flops: f64,

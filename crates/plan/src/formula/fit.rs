@@ -12,15 +12,15 @@ pub struct Advice {
     pub change: String,
     /// The job after the change.
     pub job: Job,
-    /// Peak of the changed job in bytes.
+    /// Peak memory of the changed job in bytes.
     pub peak: u64,
 }
 
 /// Maximum number of ranks in the search.
 const MAX_RANKS: usize = 1 << 20;
 
-/// Finds changes that reduce a job's peak to at most `available` bytes: every single change that suffices, or otherwise
-/// combinations. `peak` returns a job's peak in bytes, or `None` if the engine does not support the job.
+/// Finds changes that reduce a job's peak to at most `available` bytes: all single changes that suffice, or
+/// combinations if none does. `peak` returns a job's peak in bytes, or `None` if the engine does not support the job.
 pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> Vec<Advice> {
     let search = Search { available, peak };
     let alone: Vec<_> = Change::ALL
@@ -49,12 +49,12 @@ pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> 
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Change {
-    /// Full sharding.
+    /// Use full sharding.
     Divide,
     Selective,
     Full,
     Batch,
-    /// No prefetching: units are gathered when they are needed.
+    /// Turn off prefetching, so units are gathered when they are needed.
     Demand,
     Offload,
     Ranks,

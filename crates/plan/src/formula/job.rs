@@ -15,7 +15,7 @@ use burn_fsdp_spmd::graph::CollectiveKind;
 pub enum Checkpointing {
     /// Nothing is recomputed.
     None,
-    /// Every second matrix product of a block and cheap results are recomputed.
+    /// Cheap results and every second matrix product of a block are recomputed.
     Selective,
     /// Blocks are recomputed from their inputs.
     Full,
@@ -65,12 +65,12 @@ pub struct Job {
     pub prefetch: usize,
 }
 
-/// Bytes per parameter of the stored parameter, its gradient, and AdamW's two states.
+/// Bytes per parameter: of the stored value, its gradient, and AdamW's two states.
 const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;
 
-/// A moment of the step and its memory.
+/// A moment of the step, and the memory in use then.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stop {
     /// A description of the moment, such as `backward of block 3`.
@@ -102,9 +102,9 @@ impl Job {
     /// For `P` parameters on `N` ranks, `(4 + 8) P / N` bytes are always allocated, and gradients grow to `4 P / N`
     /// bytes during backward. The sum is the `16 P / N` of arXiv 1910.02054, section 3.1.
     ///
-    /// Full parameters and gradients are counted as the eager engine allocates them. The root's stay from its first use
-    /// to its last. Blocks have full parameters while they are in use or prefetched, and full gradients while these are
-    /// computed and reduced.
+    /// Full parameters and gradients are counted as the eager engine allocates them. The root keeps both from its first
+    /// use to its last. Blocks have full parameters while they are in use or prefetched, and full gradients while these
+    /// are computed and reduced.
     pub fn timeline(&self) -> Vec<Stop> {
         let layers = self.model.layers;
         let part = |blocks: usize| blocks as f64 / layers as f64;
@@ -208,7 +208,7 @@ impl Job {
         self.tokens() * (self.model.block_elements() - kept) * self.size()
     }
 
-    /// Returns the bytes in forward once this fraction of the blocks has run.
+    /// Returns the bytes allocated in forward, once this fraction of the blocks has run.
     fn in_forward(&self, done: f64) -> Bytes {
         let mut bytes = self.at_rest(0.0);
         bytes.full_parameters += self.gathered() as u64;
@@ -224,7 +224,7 @@ impl Job {
         bytes
     }
 
-    /// Returns the bytes in backward, while this fraction of the blocks still keeps its activations.
+    /// Returns the bytes allocated in backward, while this fraction of the blocks still keeps its activations.
     fn in_backward(&self, left: f64) -> Bytes {
         let full = if self.strategy == Strategy::NoShard {
             1.0
@@ -255,8 +255,8 @@ impl Job {
         }
     }
 
-    /// Returns the floating-point operations that the model requires per step and rank: forward, and twice as many for
-    /// backward.
+    /// Returns the floating-point operations that the model requires per step and rank: once for forward, and twice
+    /// that for backward.
     pub fn model_flops(&self) -> f64 {
         let forward = self.model.block_flops(self.seq) + self.model.head_flops();
         3.0 * self.tokens() * forward

@@ -55,8 +55,8 @@ impl Plan {
     /// blocks.
     ///
     /// Every block costs the same, so all numbers are linear in the number of blocks. This includes the peak as long as
-    /// it is at the same node, which is the case in a decoder once activations outweigh the loss. The moments are
-    /// copied from `more`, with each category scaled to its extrapolated peak.
+    /// all plans peak at the same node, which is the case in a decoder once activations outweigh the loss. The moments
+    /// are copied from `more`, with each category scaled to its extrapolated peak.
     pub fn extrapolated(few: (&Self, usize), more: (&Self, usize), blocks: usize) -> Self {
         let ((few, few_blocks), (more, more_blocks)) = (few, more);
         let span = more_blocks as f64 - few_blocks as f64;

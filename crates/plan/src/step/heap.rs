@@ -15,7 +15,7 @@ use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if the memory is a transport buffer. An operation that overwrites it gets a copy.
+    /// True if the memory is a transport buffer. An operation copies it instead of overwriting it.
     is_received: bool,
     category: Category,
 }
@@ -52,7 +52,7 @@ struct Written {
     new: Option<Memory>,
 }
 
-/// The live bytes while one node runs, and the bytes that it saves.
+/// The live bytes while one node runs, and the bytes saved by reuse.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,

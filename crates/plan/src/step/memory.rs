@@ -29,7 +29,7 @@ pub struct MemoryPlan {
     /// The node at which `peak` is first reached. `None` if it is reached when the batch is loaded, and in an
     /// extrapolated plan.
     pub peak_node: Option<usize>,
-    /// One moment per node, in order, except drops.
+    /// One moment per node in order, excluding drops.
     pub moments: Vec<Moment>,
     /// Bytes saved by results that overwrite an operand.
     pub reused_in_place: u64,

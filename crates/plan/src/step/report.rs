@@ -56,9 +56,9 @@ pub struct Plan {
     pub memory: MemoryPlan,
     /// An estimate of the rank's share of its process's memory.
     pub process: ProcessBytes,
-    /// The peak in bytes if no operation overwrote its operand.
+    /// Peak memory in bytes if no operation overwrote its operand.
     pub peak_without_reuse: u64,
-    /// Number and bytes of the collectives.
+    /// The collectives of the step.
     pub traffic: Traffic,
     /// Number of floating-point operations.
     pub flops: Flops,

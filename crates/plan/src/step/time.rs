@@ -19,7 +19,7 @@ pub struct TimePlan {
     pub compute: f64,
     /// Time of collectives, whether or not they overlap with computation.
     pub communication: f64,
-    /// Time in which nothing computes, because nodes wait for collectives.
+    /// Time spent waiting for collectives, while nothing computes.
     pub exposed: f64,
 }
 

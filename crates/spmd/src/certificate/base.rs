@@ -159,7 +159,7 @@ impl Call<'_> {
         Ok(self.written(tensor, &places, value, &op.update, op.out.dtype))
     }
 
-    /// Returns the tensor after combining it with values at these flat indices, one after the other.
+    /// Returns the tensor combined with values at these flat indices, one after the other.
     fn written(
         &self,
         tensor: &Tensor,
@@ -218,7 +218,7 @@ fn chosen_along(
     places_along(shape, &tensor.view(), dim, |at| wrapped(index(at), len))
 }
 
-/// Wraps an index that is out of bounds into a dim. All operations wrap in the same way.
+/// Wraps an out-of-bounds index into the range of a dim. All operations wrap in the same way.
 pub(super) fn wrapped(index: Element, len: usize) -> usize {
     (index as i64).rem_euclid(len.max(1) as i64) as usize
 }

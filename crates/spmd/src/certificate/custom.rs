@@ -46,7 +46,7 @@ impl Call<'_> {
         }
     }
 
-    /// Returns the sum under the root of a gradient norm, because norms of parts are combined before the root.
+    /// Returns the sum under the root of a gradient norm, because norms of parts are combined before the root is taken.
     fn local_norm(&self, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
         let order = self.scalar(1)?;
         let mut total = 0;
@@ -74,7 +74,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns an element's addend in the sum of a norm of this order.
+/// Returns an element's contribution to the sum of a norm of this order.
 pub(super) fn measured(element: Element, order: Scalar) -> Element {
     match order.number() {
         // Padding adds nothing to any norm.
@@ -96,7 +96,7 @@ pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     }
 }
 
-/// Returns the norm for a sum, and the clipping factor for a limit.
+/// Returns the norm with this sum, and the factor that clips it to the limit.
 pub(super) fn clipped(total: Element, limit: Scalar, order: Scalar) -> [Element; 2] {
     let words = [
         total,

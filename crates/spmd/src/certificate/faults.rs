@@ -218,8 +218,8 @@ fn plans_of_many_rows_are_proved() {
     }
 }
 
-/// A pass that decides by sizes, and its fault. The flag is true if the fault occurs wherever the pass acts as for
-/// large values, and false if it occurs only for large values.
+/// A pass that decides by sizes, and its fault. The flag is true if the fault occurs wherever the pass treats a value
+/// as large, and false if it occurs only where a value is large.
 type Case = (
     PassId,
     fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,

@@ -101,7 +101,7 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
 }
 
 /// Shrinks a matrix product, which takes long in 64 bits if it is large. A small product is enough, because all rows,
-/// columns and addends are alike.
+/// columns and terms are computed alike.
 fn clip(call: &mut CustomOpIr) {
     const LARGEST: usize = 48;
     const LARGEST_BATCH: usize = 3;
@@ -131,7 +131,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
         .enumerate()
         .map(|(number, input)| drawn(kernel, call, number, input))
         .collect();
-    // Every step of a chain of halves rounds, and rounding may change a sign.
+    // Every step of a fused program of halves rounds, and rounding may change a sign.
     let is_half = call.outputs[0].dtype == DType::BF16;
     if is_half && kernel == FusedOperation::Pointwise {
         return Ok(());
@@ -185,7 +185,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
                 .map_or(0.0, |beside| (beside - expected).abs());
             let allowed = rounding + STEEPNESS * steep;
             let difference = (f64::from(got[at]) - expected).abs();
-            // A NaN, or a result too large for 32 bits, is not evidence.
+            // A NaN, or a result too large for 32 bits, proves nothing.
             let is_number = expected.is_finite() && allowed.is_finite();
             if is_number && (difference > allowed || difference.is_nan()) {
                 return Err(format!(
@@ -225,7 +225,7 @@ fn composed(
     call.results(&Plain)
 }
 
-/// Returns random numbers for an operand, which its type can represent.
+/// Returns random numbers for an operand, all representable in its type.
 fn drawn(
     kernel: FusedOperation,
     call: &CustomOpIr,

@@ -26,7 +26,7 @@ pub(super) struct Fault {
 #[derive(Default)]
 struct Rank {
     values: Values,
-    /// Results of collectives in flight, by the first output of their start.
+    /// Results of collectives in flight, by the first output of the node that started them.
     started: HashMap<TensorId, Vec<Tensor>>,
     /// A hash of each value that a node wrote, if the machine records them.
     written: HashMap<TensorId, u64>,

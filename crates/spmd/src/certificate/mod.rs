@@ -43,7 +43,7 @@ pub(crate) use twin::Scale;
 /// The first graph is a trace of one rank. Every other graph is the result of applying a pass to the previous graph
 /// ([`Pipeline::stages`](crate::passes::Pipeline::stages)), and the last is the plan.
 ///
-/// This neither runs the plan nor communicates, so a single rank can prove it for all.
+/// This function neither runs the plan nor communicates, so a single rank can prove the plan for all ranks.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};

@@ -151,7 +151,7 @@ impl Call<'_> {
         Ok(vec![one])
     }
 
-    /// Returns rows normalized with given statistics per channel.
+    /// Normalizes the input with the given statistics of each channel.
     fn batch_norm(&self, op: &BatchNormOpIr) -> Result<Tensor, String> {
         let epsilon = self.scalar(0)?.element(Kind::Float);
         let x = self.get(&op.x)?;

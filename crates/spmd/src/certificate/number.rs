@@ -23,7 +23,8 @@ pub(super) trait Number: Copy + Default {
     fn index(self) -> usize;
     /// Returns the value of the named function of one number.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program. Each operand is a number, with the scalar if it is one.
+    /// Returns the result of a step of a fused program. Each operand is a number, paired with its scalar if it is a
+    /// scalar.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),
@@ -129,7 +130,7 @@ impl Number for f64 {
                 let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
                 normal() + x * density
             }
-            // A function that is unknown here fails every comparison.
+            // An unknown function fails every comparison.
             _ => f64::NAN,
         }
     }

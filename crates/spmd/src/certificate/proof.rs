@@ -75,7 +75,7 @@ impl fmt::Display for Certificate {
 /// Number of consecutive steps in a proof. Each begins with the state that the previous step left.
 const NUM_STEPS: usize = 2;
 
-/// The parameters of a proof.
+/// The settings of a proof.
 #[derive(Clone, Copy)]
 pub(crate) struct Proof<'a> {
     pub(crate) mesh: &'a Mesh,
@@ -191,8 +191,8 @@ impl Proof<'_> {
         if got.as_ref().is_ok_and(|got| *got == expected) {
             return Ok((expected, opaque));
         }
-        // An uninterpreted function of parts differs from the function of the whole tensor, so a difference may be no
-        // fault.
+        // An uninterpreted function of parts differs from the function of the whole tensor, so a difference need not be
+        // a fault.
         Err(match self.joined.is_some() && !opaque.is_empty() {
             true => Error::NotProvable {
                 what: format!("by placements with {}", opaque.join(", ")),
@@ -380,7 +380,7 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error for the first pass whose graph computes different results than the first graph.
+    /// Returns the error for the first pass whose graph computes different results from the first graph.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
         let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {

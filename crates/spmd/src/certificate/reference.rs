@@ -59,7 +59,7 @@ pub(super) fn step(
     Ok(Outcome { seen, stepped })
 }
 
-/// Adds the index of a micro-batch to the names of its results, if there are several.
+/// Adds the index of a micro-batch to the names of its results, if the step has several micro-batches.
 pub(super) fn of_batch(seen: Named, index: usize, num_batches: usize) -> Named {
     let name = |what: String| match num_batches {
         1 => what,

@@ -11,8 +11,7 @@ use crate::graph::Node;
 pub(super) enum Scalar {
     /// A number that is the same in every step.
     Number(ScalarIr),
-    /// A number that the optimizer recomputes in each step, represented by an unknown that is the same wherever it is
-    /// used.
+    /// A number that the optimizer recomputes in each step, represented by the same unknown wherever it is used.
     Symbol(Element),
 }
 
@@ -42,8 +41,7 @@ impl Scalar {
         }
     }
 
-    /// Returns the reciprocal. For a known number it is the factor that a multiplication in place of the division would
-    /// have.
+    /// Returns the reciprocal. For a known number, this is the factor of a multiplication that replaces the division.
     pub(super) fn inverse(self) -> Element {
         match self {
             Self::Symbol(element) => inverse(element),

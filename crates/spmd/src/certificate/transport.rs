@@ -6,7 +6,7 @@ use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::Kind;
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
-/// Returns each member's flat result of one part of a collective, from the values that all members give.
+/// Returns each member's flat result of one part of a collective, from the values of all members.
 pub(super) fn exchanged(
     collective: &Collective,
     part: &CollectivePart,

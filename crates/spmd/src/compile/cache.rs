@@ -31,7 +31,7 @@ struct Key {
 }
 
 /// The parameters that get a gradient and therefore an optimizer step. Each path maps to the path of the first
-/// parameter with the same gradient, whose number the pending gradient has.
+/// parameter with the same gradient, which identifies the pending gradient.
 pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 
 /// The graphs that were created for a key.
@@ -65,7 +65,7 @@ pub(super) enum Compiled {
 pub(super) struct Cleanup {
     pub(super) graph: Arc<Graph>,
     pub(super) fingerprint: u64,
-    /// Number of steps after which it runs at the end of a step.
+    /// Maximum number of steps for which the nodes stay pending; `None` for no limit.
     pub(super) max_iterations: Option<NonZeroU64>,
     /// True if the moved nodes are the optimizer, which depends on no batch.
     pub(super) is_optimizer: bool,

@@ -30,7 +30,7 @@ type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 /// It holds only graphs, one for each set of shapes. Parameters stay in the step, with their layout.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
-    /// Number of the compiled step that the graphs are for.
+    /// Number of the compiled step for which the graphs were created; `None` before the first.
     of_step: Option<u64>,
     /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry<O>)>,
@@ -77,7 +77,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Self::on(&Device::flex(), init, forward)
     }
 
-    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device with other default types.
+    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device whose default types differ.
     pub fn on<M: Module + 'static>(
         device: &Device,
         init: impl Fn(&Device) -> M + Send + 'static,

@@ -20,8 +20,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns a fingerprint of the number of the step, if it draws random numbers from a seed, and of the loss scale.
-    /// It must be the same on all ranks.
+    /// Returns a fingerprint of the loss scale, and of the step's number if it draws random numbers from a seed. It
+    /// must be the same on all ranks.
     pub(super) fn given(&self) -> u64 {
         let draws_for = self.mode.is_seeded().then_some(self.done.steps);
         let scale = self.done.scaler.map(|scaler| {

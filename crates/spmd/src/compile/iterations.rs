@@ -35,8 +35,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(loss)
     }
 
-    /// Completes the last step, if some of its nodes run in the next one. A deferred optimizer does not communicate. If
-    /// collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
+    /// Completes the last step, if some of its nodes run in the next one. A deferred optimizer runs without
+    /// communication. If collectives were [moved](Mode::move_to_next_iteration), all ranks must call it.
     ///
     /// # Errors
     ///

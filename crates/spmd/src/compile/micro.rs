@@ -202,7 +202,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 }
 
-/// Rejects a micro-batch that gives gradients to different parameters than the first one, because their sum would be
+/// Rejects a micro-batch whose parameters with gradients differ from the first one's, because the sums would be
 /// incomplete.
 fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {

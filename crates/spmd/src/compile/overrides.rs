@@ -9,15 +9,15 @@ use crate::trace::ParameterSpec;
 /// A module that is traced in place of the step's module, and a rewrite of the traced graph.
 ///
 /// The two modules may have different types. For example, a generic model may replace a part that reads values on the
-/// host and cannot be traced. Their parameters and buffers are matched by path. All tensors of the step's module must
-/// exist in the other module with the same shapes and types. They start with the values that the step's `init` creates.
-/// Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations with either module use
-/// their paths. Tensors that the other module adds become part of the step, after the module's own. An added tensor
-/// starts with its value in the other module on rank 0, and is trained if that module requires it.
+/// host and cannot be traced. Parameters and buffers of both modules are matched by path. All tensors of the step's
+/// module must exist in the other module with the same shapes and types. They start with the values that the step's
+/// `init` creates. Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations with either
+/// module use these paths. Tensors that the other module adds become part of the step, after the module's own. An added
+/// tensor starts with its value in the other module on rank 0, and is trained if that module requires it.
 /// [`CompiledStep::parameters`](crate::CompiledStep::parameters) and checkpoints contain it under its path.
 ///
 /// `()` overrides nothing, and a pair applies its overrides in order. A part whose type is not a generic parameter
-/// cannot be replaced with another type; the model then needs a switch.
+/// cannot be replaced with another type; the model then needs a runtime switch.
 ///
 /// ```
 /// use burn::module::Module;
@@ -73,7 +73,7 @@ pub trait Override<M: Module>: Send {
     ///
     /// # Errors
     ///
-    /// If the graph is not what it expects.
+    /// If the override cannot rewrite the graph.
     fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
         Ok(graph)
     }
@@ -103,7 +103,7 @@ impl<M: Module, A: Override<M>, B: Override<A::Traced>> Override<M> for (A, B) {
 ///
 /// # Errors
 ///
-/// [`OverrideError`] if it lacks a tensor, or has a different one.
+/// [`OverrideError`] if it lacks a tensor of the step, or has it with another type, shape or kind.
 pub(super) fn added(
     own: &[(ParamId, ParameterSpec)],
     traced: Vec<(ParamId, ParameterSpec)>,

@@ -8,7 +8,7 @@ use crate::graph::{Graph, Parameter, Role};
 use crate::parts::Divided;
 use crate::ranks::Ranks;
 
-/// An optimizer state that was set, which the next step begins with.
+/// An optimizer state that the caller set, with which the next step begins.
 #[derive(Debug)]
 pub(super) enum Restored {
     /// The whole state.

@@ -61,8 +61,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the cut dims.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -128,10 +128,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(states)
     }
 
-    /// Resumes a run after `steps` steps at these learning rates, if each step trained every parameter. The optimizer's
-    /// counters are set as after these steps. Every state must be set with [`set_state`](Self::set_state) before the
-    /// next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters changed, or with
-    /// [skipped](Self::was_skipped) steps.
+    /// Resumes a run after `steps` steps at these learning rates. Each step must have trained every parameter. The
+    /// optimizer's counters are set as after these steps. Every state must be set with [`set_state`](Self::set_state)
+    /// before the next step. See [`resume_with`](Self::resume_with) for a run whose rates or trained parameters
+    /// changed, or with [skipped](Self::was_skipped) steps.
     ///
     /// # Errors
     ///
@@ -280,8 +280,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) returns.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -303,8 +303,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -378,8 +378,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Sets this rank's part of an optimizer state, under the name and in the shape that
     /// [`state_shards`](Self::state_shards) returns.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///
@@ -409,10 +409,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Continues a run after `steps` steps, with the optimizer's states at that point. Trained parameters without a
-    /// state have not been stepped yet.
+    /// state have not been updated yet.
     ///
-    /// It completes the last step: if collectives were [moved](crate::Mode::move_to_next_iteration), all ranks must
-    /// call it.
+    /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
+    /// must call it.
     ///
     /// # Errors
     ///

@@ -102,8 +102,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Sets the operations in addition to Burn's, for models that capture custom operations. All ranks must set the
-    /// same ones, before the first step.
+    /// Sets the operations that graphs may use in addition to Burn's, for models that capture custom operations. All
+    /// ranks must set the same ones, before the first step.
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
@@ -251,7 +251,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph of the last step, or of the batch prepared last; `None` before. After a step over
+    /// Returns the graph of the last step, or of the batch prepared last; `None` if there is neither. After a step over
     /// micro-batches it is the graph of the last of them, without the optimizer.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()

@@ -48,7 +48,7 @@ impl Group {
         groups
     }
 
-    /// Returns the nodes, without drops.
+    /// Returns the nodes with their indices, excluding drops.
     pub(super) fn nodes<'a>(&self, graph: &'a Graph) -> impl Iterator<Item = (usize, &'a Node)> {
         let nodes = self.nodes.clone().zip(&graph.nodes()[self.nodes.clone()]);
         nodes.filter(|(_, node)| !node.is_drop())

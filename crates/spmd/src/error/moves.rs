@@ -1,4 +1,4 @@
-//! Errors of moves into the next step.
+//! Errors of moving nodes into the next step.
 
 /// The reason why nodes cannot run in the next step.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_fsdp_collectives::{Contract, OperationKind, Share};
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
-/// A collective operation of the schedule: the meaning of an `OperationIr::Custom` node.
+/// A collective operation of the schedule, which an `OperationIr::Custom` node represents.
 ///
 /// The node has one input and one output per part, in the order of the parts:
 ///
@@ -30,7 +30,7 @@ pub struct Collective {
     pub label: Arc<str>,
     /// The tensors that are sent together.
     pub parts: Vec<CollectivePart>,
-    /// How addends are reduced; `None` if data only moves.
+    /// How the ranks' values are reduced; `None` if data only moves.
     pub reduction: Option<ReduceOp>,
     /// Role of the tensors in the step.
     pub payload: Payload,
@@ -117,9 +117,9 @@ impl CollectivePart {
 pub enum Stage {
     /// The whole collective.
     Whole,
-    /// Only the start.
+    /// Only the start of the collective.
     Start,
-    /// Waits for a collective that was started.
+    /// Only the wait for a collective that was started.
     Wait,
 }
 
@@ -139,8 +139,8 @@ impl Collective {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
     }
 
-    /// Returns the type of the results, if it differs from the type in which a reduction sends addends. It is the same
-    /// for all parts.
+    /// Returns the type of the results, if it differs from the type that a reduction sends. It is the same for all
+    /// parts.
     pub fn widened(&self) -> Option<DType> {
         let mut parts = self.parts.iter();
         let widened = parts.find(|part| part.result != part.dtype);

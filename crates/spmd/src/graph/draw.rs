@@ -13,7 +13,7 @@ use super::shift::AxisShift;
 pub struct Draw {
     /// The seed.
     pub seed: u64,
-    /// Number among the draws of a step, in the order in which they were traced.
+    /// Position among the draws of a step, in the order in which they were traced.
     pub number: u32,
     /// Shape of the whole draw; each rank takes a part of it.
     pub whole: Vec<usize>,

@@ -17,8 +17,8 @@ impl Graph {
         self.ranks.carried.get(&id)
     }
 
-    /// Returns the pending values that nodes read and no update replaces or carries over. Nothing reads them after this
-    /// step.
+    /// Returns the pending values that nodes read, but that no update replaces or carries over. Nothing reads them
+    /// after this step.
     pub fn used_up(&self) -> Vec<TensorId> {
         let is_pending = |id: &TensorId| {
             let value = self.values.get(id);

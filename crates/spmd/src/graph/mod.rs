@@ -180,8 +180,8 @@ impl Graph {
         self.values.get_mut(&id)
     }
 
-    /// Makes all later ids larger than any step's, so a graph without an optimizer can run alongside the states of a
-    /// step.
+    /// Makes all later ids larger than the ids of any step, so a graph without an optimizer can run alongside the
+    /// states of a step.
     pub(crate) fn number_apart(&mut self) {
         self.next_id = self.next_id.max(1 << 32);
     }

@@ -39,7 +39,7 @@ pub struct Node {
 
 /// The properties of a custom operation, for passes and plans.
 ///
-/// By default it is pure, not cheap, and makes new memory for its results.
+/// By default it is pure, not cheap, and allocates new memory for its results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
     /// True if equal operands produce equal results, without side effects. Such a node may be dropped, repeated, or
@@ -48,7 +48,7 @@ pub struct CustomProfile {
     /// True if the operation costs little more than reading and writing its operands. Backward may then recompute it
     /// instead of keeping its result.
     pub is_cheap: bool,
-    /// Index of the input whose memory the first result overwrites. This requires that no other tensor holds that
+    /// Index of the input whose memory the first result overwrites. This requires that no other tensor shares that
     /// memory, and that the input covers all of it in row-major order. All other results have separate memory.
     pub written_over: Option<usize>,
     /// Number of arithmetic operations in a call.
@@ -127,7 +127,7 @@ impl Node {
         Self::new(OperationIr::Drop(value), phase)
     }
 
-    /// Returns the ids of the values that the node reads, once per mention.
+    /// Returns the ids of the values that the node reads, with repetitions.
     pub fn inputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.inputs().map(|tensor| tensor.id)
     }
@@ -191,7 +191,7 @@ impl Node {
     }
 }
 
-/// Replaces the ids of an operation's tensors by `map`. Ids that it does not contain stay.
+/// Renames the tensors of an operation by `map`. Ids that are not in the map stay unchanged.
 pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
     struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
     impl IrVisitorMut for Rename<'_> {
@@ -220,7 +220,7 @@ pub(crate) fn set_status(
     operation.visit_mut(&mut Mark(status));
 }
 
-/// Gives every tensor of an operation the shape and type of its value.
+/// Sets the shape and type of every tensor of an operation from its value.
 pub(super) fn set_values(operation: &mut OperationIr, values: &BTreeMap<TensorId, Value>) {
     struct Sync<'a>(&'a BTreeMap<TensorId, Value>);
     impl IrVisitorMut for Sync<'_> {

@@ -1,4 +1,4 @@
-//! The table of the traits of Burn's operations, for passes and rules.
+//! A table of the traits of Burn's operations, used by passes and rules.
 //!
 //! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. If a later version of Burn
 //! adds an operation, this file does not compile until the operation has an entry, so none gets traits by accident.
@@ -18,7 +18,7 @@ pub(crate) enum Trait {
     Pointwise,
     /// Cheap: recomputing the operation costs no more than reading and writing memory.
     Cheap,
-    /// Linear: from addends of the operands, it computes addends of the result.
+    /// Linear: from terms that sum to the operands, it computes terms that sum to the result.
     Linear,
     /// Linear for floats, but not for integers, whose results are rounded.
     LinearOnFloats,

@@ -9,7 +9,7 @@ use super::operation::{Trait, is};
 /// The memory of a node's outputs, on a backend with strided views such as Flex.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Storage {
-    /// Separate memory, unless the backend reuses the memory of an input it may take.
+    /// Separate memory, unless the backend reuses the memory of an input that it may overwrite.
     New,
     /// The memory of this input, which the output keeps alive.
     View(TensorId),

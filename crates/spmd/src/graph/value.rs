@@ -12,7 +12,7 @@ use burn_ir::{TensorId, TensorIr, TensorStatus};
 pub struct Value {
     /// Id of the value in operations.
     pub id: TensorId,
-    /// Shape on one rank, the same on all.
+    /// Shape on one rank, equal on all ranks.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Certify {
     Never,
-    /// Plans with little work: the default of debug builds.
+    /// Plans that take little work to prove: the default of debug builds.
     Small,
     Always,
 }
@@ -18,7 +18,7 @@ impl Default for Certify {
     }
 }
 
-/// Replaces a pass by one that does the same, except for a fault.
+/// Replaces a pass with one that does the same, except for a fault.
 #[cfg(test)]
 pub(crate) type Planted =
     fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;

@@ -18,7 +18,7 @@ impl Mode {
     /// gradient is reduced to the owner, and the next gather distributes the new parameter, so the traffic is the same
     /// as for shards. These parameters are distributed over the ranks of the shard axis by size: the largest first,
     /// each to the rank with the fewest elements so far. With [`Strategy::NoShard`](burn_fsdp_mesh::Strategy::NoShard),
-    /// where every rank has all parameters, it has no effect.
+    /// where every rank has all parameters, this method has no effect.
     ///
     /// A pattern that matches no parameter is an [`Error::UnknownName`] of [`compile`](crate::compile()). A pattern in
     /// a step with placements ([`expand`](Self::expand), [`DataParallel::Automatic`](crate::DataParallel::Automatic))

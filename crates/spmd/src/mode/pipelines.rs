@@ -38,7 +38,7 @@ impl Mode {
         !self.user.moves.is_empty()
     }
 
-    /// Returns the passes of the mode, with these options, without the last passes.
+    /// Returns the passes of the mode with these options, excluding the last passes.
     pub(crate) fn pipeline(&self, options: &Options) -> Result<Pipeline, Error> {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
         let options = options.clone().prefetch(prefetch);

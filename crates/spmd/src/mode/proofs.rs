@@ -9,8 +9,7 @@ use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// Maximum number of products of elements in a step, over all ranks, for which a debug build proves the plan by
-/// default.
+/// Maximum number of multiplications in a step, over all ranks, for which a debug build proves the plan by default.
 const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {

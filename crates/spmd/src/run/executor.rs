@@ -49,7 +49,7 @@ pub struct Executor<B: BackendIr> {
     /// The group of ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives in progress, each under the first value that it writes.
+    /// Collectives in progress, keyed by the first value that each writes.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
@@ -107,7 +107,7 @@ impl<B: BackendIr> Executor<B> {
         self.moment = Moment { step, micro };
     }
 
-    /// Returns the ranks that run together.
+    /// Returns the group of ranks that run graphs together.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -205,8 +205,8 @@ impl<B: BackendIr> Executor<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::GroupSize`], [`Error::Missing`] and [`Error::TensorMismatch`] for a value, before anything runs;
-    /// [`Error::Execution`] or [`Error::Collective`] from a node.
+    /// Before anything runs: [`Error::GroupSize`]; [`Error::Missing`] or [`Error::TensorMismatch`] for a value. From a
+    /// node: [`Error::Execution`] or [`Error::Collective`].
     pub fn run(
         &mut self,
         graph: &Graph,

@@ -11,7 +11,7 @@ use crate::graph::{Graph, Node, Update};
 use crate::norm::LOCAL_NORM;
 
 impl<B: BackendIr> Executor<B> {
-    /// Frees the inputs that another rank's node would have consumed.
+    /// Frees the inputs that a node would have consumed if this rank ran it.
     pub(super) fn skip(&mut self, node: &Node) {
         let taken = node.operation.inputs();
         let taken = taken.filter(|input| input.status == TensorStatus::ReadWrite);

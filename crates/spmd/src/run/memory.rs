@@ -80,7 +80,7 @@ impl MemoryTable {
         self.peak_node
     }
 
-    /// Begins a new measurement.
+    /// Begins a new measurement of the peak.
     pub fn reset_peak(&mut self) {
         self.peak_bytes = self.live_bytes;
         self.peak_node = None;
@@ -125,7 +125,7 @@ impl MemoryTable {
         }
     }
 
-    /// Counts the results of a collective instead of the memory that was reserved for them.
+    /// Counts the results of a collective in place of the memory that was reserved for them.
     pub(super) fn replace(
         &mut self,
         written: &[(TensorId, Address)],

@@ -1,5 +1,5 @@
-//! Seals of the values that the executor holds between nodes and between runs, which show whether they have changed
-//! since they were written.
+//! Seals of the values that the executor holds between nodes and between runs. A seal shows whether its value has
+//! changed since it was written.
 //!
 //! The executor seals a collective's result when it arrives, from the data that the ranks reported about it. It seals
 //! the new value of a parameter, buffer or state when a node has written it, or at the end of the run. It checks a
@@ -172,8 +172,8 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Checks the values that a step has read or received and that no node has consumed, before it replaces any. After
-    /// an evaluation, the next step checks them.
+    /// Checks the values that a step has read or received and that no node has consumed, before the step replaces any
+    /// of them. After an evaluation, the next step checks them.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
         if self.seals.of.is_empty() || graph.updates().is_empty() {
             return Ok(());

@@ -19,7 +19,7 @@ pub struct Span {
     pub node: usize,
     /// Time from the beginning of the step to the beginning of the node.
     pub start: Duration,
-    /// Time that the node took.
+    /// Duration of the node.
     pub duration: Duration,
     /// Bytes of all tensors after the node.
     pub live_bytes: usize,

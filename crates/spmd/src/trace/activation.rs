@@ -1,4 +1,4 @@
-//! Activations that the user names to request placements for them.
+//! Activations that the user names, to request their placements.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -269,7 +269,7 @@ impl Builder {
             .chain(outputs.map(|captured| captured.id))
     }
 
-    /// Returns true if a value is a parameter, or a view or a cast of one. Such a value only exists around its uses.
+    /// Returns true if a value is a parameter, or a view or a cast of one. Such a value exists only while it is in use.
     fn is_of_parameter(&self, mut id: TensorId) -> bool {
         for node in self.graph.nodes().iter().rev() {
             let is_view = is(&node.operation, Trait::View) || is(&node.operation, Trait::Cast);

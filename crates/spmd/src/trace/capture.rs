@@ -181,8 +181,8 @@ pub(super) fn record_with<T>(
     record_on(&Lease::take(defaults), stage, record)
 }
 
-/// Records as [`record_with`] does, on a device that the caller keeps. Tensors that outlive the recording can only be
-/// moved to another device.
+/// Records as [`record_with`] does, on a device that the caller keeps. Tensors that outlive the recording support
+/// nothing except a move to another device.
 ///
 /// # Errors
 ///

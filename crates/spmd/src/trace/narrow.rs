@@ -1,4 +1,4 @@
-//! Values that must not be created in 16 bits without a named type.
+//! Values that would lose bits if new tensors without a specified type were created in 16 bits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use burn_ir::{
 use crate::error::Error;
 use crate::graph::operation_name;
 
-/// Rejects an operation of a trace with narrow new tensors, if the step needs it and it loses bits. States of zeros
-/// lose none. Four cases do:
+/// Rejects an operation that the step needs but that loses bits because new tensors have 16 bits in this trace. States
+/// of zeros lose none. Four cases do:
 ///
 /// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
 /// - host numbers that 16 bits cannot represent;

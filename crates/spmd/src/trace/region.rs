@@ -24,7 +24,7 @@ pub fn is_traced() -> bool {
 
 /// Runs `body`, a part of a loss on `device`, as a region: its inputs and outputs are kept for backward, which
 /// recomputes its other values, as for a unit in [`RecomputeUnits`](crate::passes::RecomputeUnits). Outside of a trace,
-/// `body` simply runs.
+/// this only runs `body`.
 pub fn traced_region<T>(device: &Device, body: impl FnOnce() -> T) -> T {
     let before = mark(device);
     let result = body();

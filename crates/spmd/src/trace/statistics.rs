@@ -49,7 +49,7 @@ fn position(operations: &[OperationIr], id: TensorId) -> Option<usize> {
     operations.iter().position(makes)
 }
 
-/// Repeats one update in the type of the stored statistic.
+/// Repeats the operations of one update in the type of the stored statistic.
 struct Again<'a> {
     operations: &'a [OperationIr],
     /// The stored statistic.

@@ -1,7 +1,7 @@
 //! The type of tensors that a model creates without specifying one.
 //!
 //! Burn gives them the device's default type. Recurrent layers create their first states and their output tensor this
-//! way. With 16-bit parameters, they would mix two types.
+//! way, and would mix two types if parameters have 16 bits.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -55,7 +55,7 @@ pub(super) fn by_types<M: Module, T>(
 }
 
 impl Error {
-    /// Returns the error with instructions instead of Burn's message.
+    /// Replaces Burn's message in the error with instructions.
     fn said_of_types(self) -> Self {
         match self {
             Self::Uncapturable {

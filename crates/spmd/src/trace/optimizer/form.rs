@@ -79,7 +79,7 @@ pub(super) fn tensors_of(
     tensors.collect()
 }
 
-/// Returns numbers by name, as text, in which integers of different kinds are equal.
+/// Returns the numbers by name as text. Equal integers of different types have the same text.
 pub(super) fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
     let text = |value: &Scalar| match value {
         Scalar::Int(value) => value.to_string(),

@@ -49,7 +49,7 @@ macro_rules! with_rank {
 /// The optimizers of a compiled step: one for all parameters, and others for groups of them, as in Burn's
 /// [`ModuleOptimizer`]. A single Burn optimizer also converts to this type.
 ///
-/// A parameter in several groups is stepped by the optimizer that was added last. Groups have their own rates if a step
+/// A parameter in several groups is updated by the optimizer that was added last. Groups have their own rates if a step
 /// is called with group rates. Burn's `ModuleLrScheduler` has a schedule for each group.
 ///
 /// ```
@@ -156,7 +156,7 @@ impl<O: Optimizer> From<O> for OptimizerGroups {
 }
 
 impl From<OptimizerGroups> for ModuleOptimizer {
-    /// Returns the same optimizers for Burn's own loop, and for the eager engine.
+    /// Converts the groups to Burn's optimizer, for Burn's own loop and for the eager engine.
     fn from(groups: OptimizerGroups) -> Self {
         let mut groups = groups.groups.into_iter();
         let all = groups.next().expect("the first is for all parameters");

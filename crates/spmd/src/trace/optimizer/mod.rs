@@ -1,9 +1,9 @@
 //! A Burn optimizer's steps as operations, and the host values in them.
 //!
-//! On the host, an optimizer may do anything: count steps, follow a schedule, look at shapes and types, or branch. So
+//! On the host, an optimizer may do anything: count steps, follow a schedule, inspect shapes and types, or branch. So
 //! it also runs at every step, on tensors that are recorded but not computed. It runs once for all parameters of one
 //! shape, type and history. Its operations are compared with the graph's. If they are equal, the graph runs with the
-//! scalars of this step; otherwise another graph is created for them. An optimizer that cannot be traced is an error,
+//! scalars of this step; otherwise another graph is created for them. An optimizer that cannot be traced is rejected
 //! with the reason. Each group of parameters has its own optimizer and rate.
 
 mod form;

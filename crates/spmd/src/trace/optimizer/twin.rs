@@ -6,7 +6,7 @@
 //! - A captured tensor can be read if its id is an alias of a tensor with data. Before a recording ends, every tensor
 //!   of the state gets data of its shape and type. The next recording begins by moving the state to its device, as Burn
 //!   does before every step.
-//! - This data is a window of zeros that are mapped but never touched, so it takes no memory for any allocator. The
+//! - This data is a window of zeros that are mapped but never touched, so it uses no memory under any allocator. The
 //!   start of the window identifies the tensor of the state.
 
 use std::any::Any;
@@ -188,7 +188,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         (slot < self.slots.len()).then_some(slot)
     }
 
-    /// Attaches data to a state's tensors, by which the next recording recognises them.
+    /// Attaches data to a state's tensors, so the next recording recognises them.
     fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
         for (name, id) in &form.tensors {
             let slot = self.slot(name)?;
