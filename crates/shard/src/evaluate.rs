@@ -20,9 +20,11 @@ use crate::thrown::catch;
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than
-/// the one it received, and on all ranks if one rank fails; [`Error::Option`] for a module whose units are sharded over
-/// several groups; a failed collective.
+/// - [`Error::NotSharded`].
+/// - [`Error::State`] if evaluations are nested, or if `body` uses another copy of the module than the one it received.
+///   If one rank fails, all ranks return it.
+/// - [`Error::Option`] for a module whose units are sharded over several groups.
+/// - A failed collective.
 ///
 /// ```
 /// use burn::module::Module;

@@ -1,8 +1,8 @@
 //! Random numbers that a recomputed region draws twice.
 //!
 //! Burn has one generator for all threads of a process, and only its seed can be set. So a region draws a seed, seeds
-//! the generator with it, and does so again when it is recomputed. If ranks are threads, regions do not do this,
-//! because each would restart the other ranks' numbers.
+//! the generator with it, and seeds it again with the same seed when recomputed. If ranks are threads, regions do not
+//! do this, because each would restart the other ranks' numbers.
 
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_fsdp_collectives::thread_ranks;

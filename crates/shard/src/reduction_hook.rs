@@ -90,7 +90,7 @@ impl FullGradient {
         self.held.clone()
     }
 
-    /// Returns the elements that this rank holds of `full`, a flat tensor with the parameter's length.
+    /// Returns this rank's elements of `full`, a flat tensor with the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
             // Burn does not support empty slices.
@@ -114,7 +114,7 @@ impl UnitReduction {
         &self.unit
     }
 
-    /// Returns the group whose gradients are reduced: the ranks that hold the shards.
+    /// Returns the group over which gradients are reduced: the ranks that hold the shards.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }

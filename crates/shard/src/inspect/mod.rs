@@ -36,9 +36,9 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
 
 /// Assigns the ids from a newly loaded record to the shards of `module`.
 ///
-/// Every function of this crate that receives the module does so itself, including [`backward`](crate::backward). Call
-/// this only if Burn's own functions come first after [`Module::load_record`]: groups by ids, or a training loop that
-/// never calls this crate. Does nothing to a module without shards. Not collective.
+/// Every function of this crate that receives the module, including [`backward`](crate::backward), already does this.
+/// Call it only if Burn's own functions use the module first after [`Module::load_record`]: for groups by ids, or in a
+/// training loop that never calls this crate. Does nothing to a module without shards. Not collective.
 pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }

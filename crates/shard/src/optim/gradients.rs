@@ -35,7 +35,7 @@ pub(crate) struct Entry {
     pub(crate) flat: Tensor<1>,
 }
 
-/// Returns the gradients of `module` in module order, each shared parameter's once.
+/// Returns the gradients of `module` in module order. The gradient of a shared parameter appears once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {

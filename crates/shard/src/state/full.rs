@@ -66,8 +66,8 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks with `keep`. The other ranks send
-/// their shards, and hold at most one whole parameter at a time.
+/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks that set `keep`. The other ranks
+/// send their shards, and hold at most one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -345,7 +345,7 @@ pub struct FullTensor<'a> {
 /// [`sync_buffers`](crate::sync_buffers) first to average them over the ranks.
 ///
 /// Only rank 0 of each shard group holds whole parameters, at most one at a time. The other ranks only send, and
-/// `visit` is not called on them. It cannot stop the sequence, because the other ranks would not know.
+/// `visit` is not called on them. It cannot stop early, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

@@ -187,9 +187,9 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape that optimizers see. It is flat if this rank holds a shard, and has the same number of empty
-    /// dims if another rank [owns](crate::ShardPolicy::one_owner) the parameter. Otherwise it is the tensor's own
-    /// shape.
+    /// Returns the shape that optimizers see. It is flat if this rank holds a shard, and has the tensor's number of
+    /// dims, all of size 0, if another rank [owns](crate::ShardPolicy::one_owner) the parameter. Otherwise it is the
+    /// tensor's own shape.
     pub fn shown_shape(&self) -> Vec<usize> {
         let too_many = self.shape.len() > MAX_DIMS;
         match &self.part {
