@@ -41,8 +41,8 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages for `rank` of `num_ranks`. If there are any, returns once all
-/// ranks have claimed theirs, or after a short time.
+/// Claims, for rank `rank` of `num_ranks`, the leaves of `module` that no unit manages. If there are any, returns once
+/// all ranks have claimed theirs, or after a short time.
 ///
 /// # Errors
 ///

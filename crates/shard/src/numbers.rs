@@ -40,7 +40,7 @@ impl Numbers {
         })
     }
 
-    /// Runs `body` with the region's numbers again. Afterwards, different numbers follow.
+    /// Runs `body` with the region's numbers again. Afterwards, the generator continues with a new seed.
     pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
         if !is_alone() {
             return body();

@@ -126,7 +126,7 @@ impl Copies {
         }
     }
 
-    /// Drops the full parameters of all copies of this version, and cancels their gathers.
+    /// Drops the full parameters of all copies with this version, and cancels their gathers.
     pub(crate) fn drop_full_of(&self, version: u64) {
         let copies = self.live().into_iter();
         let equal = copies.filter(|generation| generation.version() == version);

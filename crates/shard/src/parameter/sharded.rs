@@ -207,7 +207,7 @@ impl Module for ShardedParam {
         if is_seen && self.adapter.is_none() {
             return;
         }
-        // Under the path of the parameter that it represents, so that groups by path still work.
+        // The shard is visited under the path of the parameter that it represents, so groups by path still work.
         visitor.exit_module(NAME, CONTAINER);
         if !is_seen {
             let path = &self.generation.unit.slots[slot].path;

@@ -10,7 +10,7 @@ use crate::transport;
 use crate::unit::Unit;
 
 /// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
-/// more than one whole parameter for it.
+/// more than one whole parameter at a time.
 ///
 /// With replicas, rank 0's replica receives the value first, and passes its shards on to the others.
 pub(crate) fn value<const D: usize>(
