@@ -284,8 +284,7 @@ pub enum Error {
         /// A remedy, shown to the user.
         advice: &'static str,
     },
-    /// A captured tensor with a graph in a recomputed region, which is neither the region's input nor a tensor of its
-    /// module.
+    /// A recomputed region that captures a tensor with a graph, other than its input and its module's tensors.
     #[error(
         "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"

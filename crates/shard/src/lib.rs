@@ -22,8 +22,8 @@
 //!
 //! The engine:
 //!
-//! - `shown`, `slot`, `offload`, `spec`, `unit`: a parameter as optimizers see it, a parameter in its unit, a unit's
-//!   devices, its fixed properties, and its mutable state.
+//! - `shown` (a parameter as optimizers see it), `slot` (a parameter in its unit), and a unit's `offload` (devices),
+//!   `spec` (fixed properties) and `unit` (mutable state).
 //! - `copies`: the sets of values that optimizers, clones and records create, and the life cycle of the full parameters
 //!   gathered from them.
 //! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them once the

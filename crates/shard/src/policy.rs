@@ -76,7 +76,7 @@ impl DivideFactors {
 /// Selects the communicator for reductions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// The communicator that gathers use, with one queue for both.
+    /// The same communicator as for gathers, with one queue for both.
     #[default]
     Shared,
     /// A separate communicator, so an engine with a queue for each communicator can overlap reductions and gathers.
@@ -129,7 +129,7 @@ impl ShardPolicy {
 
     /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
     /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns work as in [`units`](Self::units),
-    /// and the inner module also wins. The unit's name is its patterns, joined with `+`.
+    /// including the rule that the inner module wins. The unit's name is its patterns, joined with `+`.
     ///
     /// The parameters of a unit are gathered and held together, so join modules that are used one after the other.
     ///

@@ -7,7 +7,7 @@ use super::holders::Copied;
 use crate::error::Error;
 use crate::unit::Unit;
 
-/// A unit, for access to all its generations.
+/// A handle to a unit and all its generations.
 #[derive(Clone)]
 pub(crate) struct Copies {
     pub(crate) unit: Arc<Unit>,

@@ -48,7 +48,7 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
 /// A module or parameter that the walk is inside.
 #[derive(Default)]
 struct Open {
-    /// Number of elements outside any unit within it.
+    /// Number of elements that no unit inside this module contains.
     left: usize,
     /// Burn's name for the kind of module, known after a part of it is visited; `None` for a parameter.
     kind: Option<String>,

@@ -1,4 +1,4 @@
-//! The memory of a sharded module, and full weights that are kept alive against the policy.
+//! The memory of a sharded module, and full weights that stay alive although the policy drops them.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -224,7 +224,7 @@ fn divides_blocks(partition: &Partition) -> bool {
     ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
-/// A source of pseudorandom draws that round the elements of one tensor.
+/// The pseudorandom draws for rounding the elements of one tensor.
 #[derive(Debug, Clone, Copy)]
 struct Rounding {
     seed: u64,

@@ -167,7 +167,7 @@ fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper:
 }
 
 impl Module for ShardedParam {
-    /// Collects the devices of inputs: offloaded shards are not on the computing device.
+    /// Collects the devices for inputs. An offloaded shard adds none, because it is not on the computing device.
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self.generation.unit.offload {
             None => self.value.collect_devices(devices),

@@ -342,7 +342,7 @@ impl Root {
     }
 
     /// Called when the last module that holds `generation`, in `copy`, is dropped. This ends the forward that used it.
-    /// If its graph still exists, it keeps what backward needs.
+    /// The forward's graph, if it still exists, keeps what backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
         // This is never inside a step, because only user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {

@@ -66,8 +66,8 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks that set `keep`. The other ranks
-/// send their shards, and hold at most one whole parameter at a time.
+/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks that set `keep`, and `None` on
+/// the others. These send their shards, and hold at most one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
