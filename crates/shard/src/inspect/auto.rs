@@ -12,7 +12,7 @@ use crate::path::{self, Location};
 const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 
 /// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost modules with at
-/// least `min_params` parameters (elements) outside any unit within them, children before parents.
+/// least `min_params` parameters (elements) that no unit inside them contains, children before parents.
 ///
 /// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The remaining
 /// parameters belong to the enclosing unit. Sizes count whole parameters, even in a sharded module. Not collective: the

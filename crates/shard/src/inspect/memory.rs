@@ -36,7 +36,7 @@ pub struct Memory {
     pub pooled: usize,
     /// Copies between the host and the computing device in forward and backward, since the module was sharded.
     pub staged: Staged,
-    /// Units whose full weights outlived forward, although the policy should have freed them.
+    /// Units whose full weights outlived forward, although the policy drops them after it.
     pub pinned: Vec<Pinned>,
 }
 

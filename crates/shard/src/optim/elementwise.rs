@@ -43,9 +43,10 @@ impl Gradients {
 ///
 /// Burn does not expose which optimizers a [`ModuleOptimizer`] holds for its groups. So a copy of it without state
 /// updates a small matrix under the path and id of each parameter, once whole and once in two shards. Optimizers that
-/// compute with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) then give different bits. They
-/// need parameters with [one owner](crate::ShardPolicy::one_owner). These and all other whole parameters are not tried.
-/// Burn's `LBFGS`, which is not a `ModuleOptimizer`, needs the whole model and does not work on shards either.
+/// compute with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) then produce different bits.
+/// They need parameters with [one owner](crate::ShardPolicy::one_owner). Parameters that optimizers see in their
+/// original shape are not tried. Burn's `LBFGS`, which is not a `ModuleOptimizer`, needs the whole model and does not
+/// work on shards either.
 ///
 /// The first step with gradients from [`backward`](crate::backward) tries the optimizer on each parameter
 /// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for a

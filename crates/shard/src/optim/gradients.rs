@@ -308,7 +308,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             member,
             by_rank: match member {
                 Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
-                // The functions of the stand-in, which has the same number of dims.
+                // The stand-in's functions, since it has the parameter's number of dims.
                 _ => *by_rank,
             },
         };

@@ -106,7 +106,7 @@ fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     is_type && average.shape == model.shape && average.part == model.part
 }
 
-/// Returns true for types in which a small share of a number is rounded away.
+/// Returns true for 16-bit types, which round small updates away.
 fn is_narrow(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }

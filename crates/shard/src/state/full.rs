@@ -19,7 +19,7 @@ use crate::transport;
 /// Whether changes to summoned parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteBack {
-    /// The changes are kept: each rank takes its shards from the values that the closure returns on it.
+    /// The changes are kept: each rank takes its shards from the values that its closure returns.
     Keep,
     /// The changes are discarded.
     Discard,
@@ -35,7 +35,7 @@ pub enum WriteBack {
 /// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
 /// merged into the weights of the copy, so it cannot be written back.
 ///
-/// Meanwhile every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
+/// During the call every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
