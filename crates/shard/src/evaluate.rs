@@ -13,7 +13,7 @@ use crate::thrown::catch;
 ///
 /// Before each gather, ranks exchange which unit they need. Ranks that need another unit, or have finished, still send
 /// their shards. So a rank that has finished waits for the others; between gathers, the group's deadline limits the
-/// wait. `body` must not call any other collective; it should return the values to be summed over ranks.
+/// wait. `body` must not call any other collective; let it return values, and sum them over ranks afterwards.
 ///
 /// Collective: all ranks of the module call it, between steps. It costs one exchange of 4 bytes before each gather, and
 /// one at the end.

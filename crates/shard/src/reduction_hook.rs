@@ -132,8 +132,8 @@ impl UnitReduction {
     }
 
     /// Sums flat tensors of any length over the ranks, and divides by [`divisor`](Self::divisor). Returns the whole
-    /// results on every rank, with the same bits on all. The tensors are sent in their own type. The sum is computed
-    /// and returned in at least 32 bits, so 16-bit tensors are returned in 32 bits.
+    /// results on every rank, with the same bits on all. The tensors are sent in their own type. Sums are computed and
+    /// returned in at least 32 bits, even for 16-bit tensors.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///

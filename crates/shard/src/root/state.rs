@@ -317,7 +317,7 @@ impl Root {
         self.prefetch.min(1)
     }
 
-    /// Makes every unit sharded after an error, and drops all pending work.
+    /// Reshards every unit after an error, and drops all pending work.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);

@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value that rank 0 of the shard group has.
+/// Scatters a value from rank 0 of the shard group, and returns this rank's part.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -63,7 +63,7 @@ fn from_first(
     Ok(first_tensor(received, slot, device))
 }
 
-/// Returns the tensor of `elements` elements that rank 0 of `group` has.
+/// Broadcasts a tensor of `elements` elements from rank 0 of `group`, and returns it.
 fn broadcast(
     group: &ProcessGroup,
     slot: &Slot,
