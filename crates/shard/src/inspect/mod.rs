@@ -1,7 +1,7 @@
 //! Finds the sharded parameters and the roots of a module, and reports on them.
 //!
-//! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
-//! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.
+//! - `units`: handles to a module's units. `plan`: the units with their sizes. `order`: the operations of a step.
+//! - `memory`: the module's bytes on this rank. `names`: the paths of its parameters. `auto`: units by size.
 
 pub(crate) mod auto;
 pub(crate) mod memory;

@@ -42,7 +42,8 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Scatters a value from rank 0 of the shard group, and returns this rank's part.
+/// Scatters a value from rank 0 of the shard group, or broadcasts it if every rank holds it whole. Returns this rank's
+/// part.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
