@@ -15,7 +15,7 @@ pub enum Error {
     UnmatchedPattern {
         /// The pattern as given.
         pattern: String,
-        /// The module paths that exist, shortened.
+        /// The existing module paths, in a shortened list.
         modules: String,
     },
     /// An axis that the mesh does not have.
@@ -147,7 +147,7 @@ pub enum Error {
         path: String,
         /// Name of the backend.
         backend: String,
-        /// The advice: the cargo feature that adds it, or a list of such features.
+        /// The cargo feature that adds the backend, or a list of features that add backends.
         advice: String,
     },
     /// Parameters of one module on different backends.
@@ -284,7 +284,7 @@ pub enum Error {
         /// A remedy, shown to the user.
         advice: &'static str,
     },
-    /// A tracked tensor in a recomputed region that is neither its input nor one of its module's tensors.
+    /// A recomputed region that captures a tensor with a graph, other than its input and its module's tensors.
     #[error(
         "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"
@@ -397,7 +397,7 @@ pub enum Error {
         /// The message of the panic.
         panic: String,
     },
-    /// A parameter that would be trained with each rank's own gradient.
+    /// A parameter that each rank would train with its own gradient.
     #[error(
         "parameter `{path}` is trained but neither sharded nor ignored, so its values would diverge between ranks; shard \
          it (`fully_shard` or `replicate` its module, or the whole module if its children are sharded), or name it in \
@@ -425,9 +425,9 @@ pub enum Error {
          for running states"
     )]
     Disagreement {
-        /// The first rank that holds this value.
+        /// The first rank that holds one of the values.
         rank: usize,
-        /// The first rank whose value differs.
+        /// The first rank that holds a different value.
         peer: usize,
         /// Path of the parameter or running state.
         path: String,

@@ -13,16 +13,18 @@ use crate::thrown::catch;
 ///
 /// Before each gather, ranks exchange which unit they need. Ranks that need another unit, or have finished, still send
 /// their shards. So a rank that has finished waits for the others; between gathers, the group's deadline limits the
-/// wait. `body` must not call any other collective; it should return the values to be summed over ranks.
+/// wait. `body` must not call any other collective; let it return values, and sum them over ranks afterwards.
 ///
 /// Collective: all ranks of the module call it, between steps. It costs one exchange of 4 bytes before each gather, and
 /// one at the end.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than
-/// the one it received, and on all ranks if one rank fails; [`Error::Option`] for a module whose units are sharded over
-/// several groups; a failed collective.
+/// - [`Error::NotSharded`].
+/// - [`Error::State`] if evaluations are nested, or if `body` uses another copy of the module than the one it received.
+///   If one rank fails, all ranks return it.
+/// - [`Error::Option`] for a module whose units are sharded over several groups.
+/// - A failed collective.
 ///
 /// ```
 /// use burn::module::Module;

@@ -2,8 +2,8 @@
 //!
 //! Burn locks all graphs that share a leaf during the backward of any of them. If ranks are threads and hold clones of
 //! one parameter, they would block each other, each in the middle of operations that need the other. Managed and
-//! ignored parameters get a separate leaf on each rank. The engine finds other parameters only in the first backward. A
-//! rank that is still in its forward then would wait for a graph that another rank has locked, so each rank first waits
+//! ignored parameters get a separate leaf on each rank. The engine finds other parameters only in the first backward.
+//! By then, another rank may have locked a graph that a rank still in its forward needs, so each rank first waits
 //! briefly for the others. If that is not enough, because their routes differ, the process group's deadline ends the
 //! wait.
 
@@ -41,8 +41,8 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages for `rank` of `num_ranks`. If there are any, returns once all
-/// ranks have claimed theirs, or after a short time.
+/// Claims, for rank `rank` of `num_ranks`, the leaves of `module` that no unit manages. If there are any, returns once
+/// all ranks have claimed theirs, or after a short time.
 ///
 /// # Errors
 ///

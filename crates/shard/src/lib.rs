@@ -10,8 +10,8 @@
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
-//!   (warnings), `device`, `path` (walks that track their path), `pins` (buffers that live too long), `transport`
-//!   (tensors as bytes; collectives decide which bytes go where).
+//!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
+//!   `transport` (tensors as bytes; collectives decide which bytes go where).
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
 //! - `audit`: the check that each gradient of a step was summed and divided once.
@@ -22,8 +22,8 @@
 //!
 //! The engine:
 //!
-//! - `shown`, `slot`, `offload`, `spec`, `unit`: a parameter as optimizers see it, a parameter in its unit, a unit's
-//!   devices, its fixed properties, and its mutable state.
+//! - `shown` (a parameter as optimizers see it), `slot` (a parameter in its unit), and a unit's `offload` (devices),
+//!   `spec` (fixed properties) and `unit` (mutable state).
 //! - `copies`: the sets of values that optimizers, clones and records create, and the life cycle of the full parameters
 //!   gathered from them.
 //! - `root`: gathers a unit at its first use, creates the autodiff nodes, collects gradients, and reduces them once the
@@ -39,14 +39,14 @@
 //!   and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
-//! - `unmanaged`: parameters that would not be reduced.
-//! - `recompute` (activation checkpointing), `numbers` (random numbers that are drawn again), `leaves` (autodiff leaves
-//!   that ranks share) and `step` ([`backward`]).
+//! - `unmanaged`: detects trained parameters that no unit would reduce.
+//! - `recompute` (activation checkpointing), `numbers` (repeats the random numbers of a region), `leaves` (autodiff
+//!   leaves that ranks share) and `step` ([`backward`]).
 //! - `wrapper`: a module type with all of this as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!
-//! [`wrap_plan`], [`memory()`] and [`order`] report the result.
+//! [`wrap_plan`], [`memory()`] and [`order`] report the result of sharding.
 
 mod adapter;
 mod ambient;

@@ -1,8 +1,8 @@
 //! Random numbers that a recomputed region draws twice.
 //!
 //! Burn has one generator for all threads of a process, and only its seed can be set. So a region draws a seed, seeds
-//! the generator with it, and does so again when it is recomputed. If ranks are threads, regions do not do this,
-//! because each would restart the other ranks' numbers.
+//! the generator with it, and seeds it again with the same seed when recomputed. If ranks are threads, regions do not
+//! do this, because each would restart the other ranks' numbers.
 
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_fsdp_collectives::thread_ranks;
@@ -40,7 +40,7 @@ impl Numbers {
         })
     }
 
-    /// Runs `body` with the region's numbers again. Afterwards, different numbers follow.
+    /// Runs `body` with the region's numbers again. Afterwards, the generator continues with a new seed.
     pub(crate) fn again<T>(&self, body: impl FnOnce() -> T) -> T {
         if !is_alone() {
             return body();

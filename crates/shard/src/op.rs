@@ -14,8 +14,8 @@
 //! one deeper than its deepest parent, tracked or not.
 //!
 //! An offloaded value is on the host and cannot be a parent of another backend's result. A leaf on that backend
-//! represents it and gets no gradient: the reduced one is registered for the value's own node, since Burn's `Gradients`
-//! hold tensors of any backend.
+//! represents it and gets no gradient: the reduced gradient is registered for the value's own node, since Burn's
+//! `Gradients` hold tensors of any backend.
 
 #![cfg_attr(
     feature = "ndarray",

@@ -31,7 +31,7 @@ impl Location {
         self.names.join(".")
     }
 
-    /// Returns the first `depth` names of the path, which name a module.
+    /// Returns the path of the enclosing module at `depth`: the first `depth` names.
     pub(crate) fn path_to(&self, depth: usize) -> String {
         self.names[..depth].join(".")
     }

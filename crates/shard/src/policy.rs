@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::gradient_hook::GradientHook;
 use crate::reduction_hook::{ReductionHook, UnitReduction};
 
-/// The policy by which [`fully_shard`](crate::fully_shard) shards a module.
+/// Configures how [`fully_shard`](crate::fully_shard) shards a module.
 ///
 /// ```
 /// use burn_fsdp_shard::{ShardPolicy, Strategy};
@@ -48,8 +48,8 @@ pub struct ShardPolicy {
     pub(crate) audit: Audit,
 }
 
-/// The divisors of gradients, instead of the number of ranks: `pre` divides each rank's gradient, `post` the sum. Sums
-/// are computed in at least 32 bits, so the split matters only for bitwise equality with other systems.
+/// Divisors that replace the number of ranks when gradients are averaged: `pre` divides each rank's gradient, `post`
+/// the sum. Sums are computed in at least 32 bits, so the split matters only for bitwise equality with other systems.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
     /// The divisor of each rank's gradient before the sum.
@@ -59,8 +59,8 @@ pub struct DivideFactors {
 }
 
 impl DivideFactors {
-    /// Splits `ranks` to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is a power of two near the
-    /// square root, and `post` the rest.
+    /// Splits `ranks` into two factors to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is a power of
+    /// two near the square root of `ranks`, and `post` is `ranks / pre`.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
         while ranks.is_multiple_of(pre) && ranks / pre > pre {
@@ -76,7 +76,7 @@ impl DivideFactors {
 /// Selects the communicator for reductions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// The communicator of the gathers, with one queue for both.
+    /// The same communicator as for gathers, with one queue for both.
     #[default]
     Shared,
     /// A separate communicator, so an engine with a queue for each communicator can overlap reductions and gathers.
@@ -129,7 +129,7 @@ impl ShardPolicy {
 
     /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
     /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns work as in [`units`](Self::units),
-    /// and the inner module wins here also. The unit's name is its patterns, joined with `+`.
+    /// including the rule that the inner module wins. The unit's name is its patterns, joined with `+`.
     ///
     /// The parameters of a unit are gathered and held together, so join modules that are used one after the other.
     ///
@@ -186,8 +186,8 @@ impl ShardPolicy {
     }
 
     /// Assigns each matching parameter to one owner rank, instead of sharding it. Between steps only the owner holds
-    /// the parameter, and its optimizer updates it. A pattern matches parameters, or modules with everything in them:
-    /// `"**"`, `"blocks.*"`, `"**.attention.*.weight"`.
+    /// the parameter, and the owner's optimizer updates it. A pattern matches parameters, or modules with everything in
+    /// them: `"**"`, `"blocks.*"`, `"**.attention.*.weight"`.
     ///
     /// Use this for optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of
     /// each gradient, custom ones). On the owner, the optimizer sees the parameter and its gradient in their original
@@ -267,8 +267,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets whether gathers send shards in 8 bits, like ZeRO++'s quantized weights: about a quarter of the bytes, but
-    /// rounded weights. Default: they are sent in their compute type.
+    /// Sets whether gathers send shards in 8 bits, like ZeRO++'s quantized weights. This sends about a quarter of the
+    /// bytes, but rounds the weights. Default: shards are sent in their compute type.
     ///
     /// Each block of 256 elements of a shard, counted from the rank's first element, has a 32-bit scale: a 127th of the
     /// block's largest magnitude. Each element is rounded to the nearest multiple of the scale, so the error is at most
@@ -331,8 +331,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the module
-    /// itself lacks.
+    /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the original
+    /// module lacks.
     pub fn attaches_adapters(&self) -> bool {
         self.lora.is_some()
     }
@@ -361,13 +361,13 @@ impl ShardPolicy {
     }
 
     /// Sets a function that reduces the gradients of a unit in place of the engine, for example with compression. It
-    /// receives the full gradients. For each it returns the elements that this rank holds
-    /// ([`FullGradient::held`](crate::FullGradient::held)) of the sum over the ranks of [`UnitReduction::group`],
-    /// divided by [`UnitReduction::divisor`]. [`UnitReduction`] provides the collectives for this. An
-    /// [`audit`](Self::audit) cannot check the effect of a hook.
+    /// receives the full gradients. For each, it sums over the ranks of [`UnitReduction::group`], and returns this
+    /// rank's elements of the sum ([`FullGradient::held`](crate::FullGradient::held)), divided by
+    /// [`UnitReduction::divisor`]. [`UnitReduction`] provides the collectives for this. An [`audit`](Self::audit)
+    /// cannot check the effect of a hook.
     ///
     /// The function is called inside backward, in the same order on all ranks of the shard axis, including those
-    /// without a gradient. All ranks must communicate in the same way. It must not use sharded modules. It runs after
+    /// without a gradient. All ranks must issue the same collectives. It must not use sharded modules. It runs after
     /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under a strategy other than
     /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
     ///

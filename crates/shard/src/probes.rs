@@ -101,7 +101,7 @@ pub(crate) struct Trial {
 
 #[derive(Debug, Default)]
 struct Parameters {
-    /// The probes that the last backward registered, by the `place_of` their parameter.
+    /// The probes that the last backward registered, by their parameter's [`place_of`].
     probes: HashMap<u64, Probes>,
     tried: HashSet<ParamId>,
 }

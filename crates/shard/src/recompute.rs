@@ -51,8 +51,8 @@ fn copy<M: Module>(module: &M) -> M {
 /// called.
 ///
 /// Dropout draws the same numbers twice if each rank is a process. A region seeds Burn's generator with a seed drawn
-/// from it, and uses that seed again in backward; different numbers follow. Draws by other threads meanwhile would
-/// interfere. If ranks are threads, which share that one generator, dropout in a region is an error.
+/// from it, and uses that seed again in backward. Then the generator continues with a new seed. Draws by other threads
+/// meanwhile would interfere. If ranks are threads, which share that one generator, dropout in a region is an error.
 ///
 /// All ranks must call it in the same way.
 ///

@@ -90,7 +90,7 @@ impl FullGradient {
         self.held.clone()
     }
 
-    /// Returns the elements that this rank holds of `full`, a flat tensor with the parameter's length.
+    /// Returns this rank's elements of `full`, a flat tensor with the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
         match self.held.is_empty() {
             // Burn does not support empty slices.
@@ -114,7 +114,7 @@ impl UnitReduction {
         &self.unit
     }
 
-    /// Returns the group whose gradients are reduced: the ranks that hold the shards.
+    /// Returns the group over which gradients are reduced: the ranks that hold the shards.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -132,8 +132,8 @@ impl UnitReduction {
     }
 
     /// Sums flat tensors of any length over the ranks, and divides by [`divisor`](Self::divisor). Returns the whole
-    /// results on every rank, with the same bits on all. The tensors are sent in their own type. The sum is computed
-    /// and returned in at least 32 bits, so 16-bit tensors are returned in 32 bits.
+    /// results on every rank, with the same bits on all. The tensors are sent in their own type. Sums are computed and
+    /// returned in at least 32 bits, even for 16-bit tensors.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
     ///

@@ -5,8 +5,8 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
 
 use crate::device;
 
-/// A rank's part of a parameter, as a parameter of its own. A shard is flat, and a whole parameter keeps its shape. If
-/// another rank owns the parameter, the part keeps its number of dims, but all are empty.
+/// A rank's part of a parameter, as a separate parameter. A shard is flat, and a whole parameter keeps its shape. If
+/// another rank owns the parameter, the part keeps the number of dims, all of size 0.
 #[derive(Debug, Clone)]
 pub(crate) enum Shown {
     One(Param<Tensor<1>>),
@@ -104,7 +104,7 @@ impl Shown {
         }))
     }
 
-    /// Returns the parameter after `mapper`, with its elements in order, so a flat view needs no copy.
+    /// Returns the parameter that `mapper` returns, with its elements in row-major order, so a flat view needs no copy.
     pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::One(param) => Self::One(Module::map(param, mapper)),
@@ -173,8 +173,8 @@ fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
     }
 }
 
-/// Returns the parameter with its elements in order. An optimizer may return a transposed view, whose flat tensor would
-/// be a second copy.
+/// Returns the parameter with its elements in row-major order. An optimizer may return a transposed view, whose flat
+/// tensor would be a second copy.
 fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.map(|tensor| {
         let device = tensor.device();

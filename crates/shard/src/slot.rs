@@ -65,7 +65,7 @@ pub(crate) struct Slot {
     /// The 8-bit form in which gathers send shards, if any.
     pub(crate) packing: Option<Packing>,
     pub(crate) adapter: Option<Adapter>,
-    /// The layer around it, if the layer does not compute in the parameter's type.
+    /// The layer around the parameter, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
 }
 

@@ -10,7 +10,7 @@ use crate::policy::DivideFactors;
 use crate::reduction_hook::ReductionHook;
 use crate::slot::{Slot, Slots};
 
-/// The groups that a unit's operations go through.
+/// The process groups of a unit's collectives.
 #[derive(Clone)]
 pub(crate) struct Groups {
     /// The ranks that hold the shards.
@@ -34,7 +34,7 @@ pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
     pub(crate) groups: Groups,
-    /// The devices of its shards and of its full parameters, if they differ.
+    /// The devices of the unit's shards and full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
     pub(crate) gradients: GradientOptions,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.

@@ -34,10 +34,12 @@ use crate::unmanaged;
 ///
 /// # Errors
 ///
-/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy, which
-/// Burn's own backward does not detect; [`Error::NoGraph`] for a loss without autodiff, or a module without a trained
-/// parameter; errors of its collectives: another rank's failure, a timeout, mismatched operations. After an error,
-/// every unit is sharded and nothing is pending.
+/// - [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy. Burn's
+/// own backward does not detect this.
+/// - [`Error::NoGraph`] for a loss without autodiff, or a module without a trained parameter.
+/// - Errors of its collectives: another rank's failure, a timeout, mismatched operations.
+///
+/// After an error, every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,

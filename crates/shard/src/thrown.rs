@@ -28,7 +28,7 @@ fn is_rank() -> bool {
 }
 
 /// Runs `body`, and returns errors raised inside Burn's forward or backward as values. This includes Burn's panic on an
-/// operation with tensors of two types: [`Error::TwoTypes`] names the layer.
+/// operation with tensors of two types: [`Error::TwoTypes`] names the parameter that was read last.
 ///
 /// Other panics continue to unwind.
 ///

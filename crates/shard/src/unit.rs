@@ -52,7 +52,7 @@ pub(crate) struct Unit {
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Staging,
-    /// By slot: for a module's first slot, whether the module's optimizer has been tried.
+    /// Whether a module's optimizer has been tried, at the index of the module's first slot.
     tried: Vec<AtomicBool>,
 }
 

@@ -61,7 +61,7 @@ pub(crate) struct Auditor {
     /// The numbers of the gradients computed but not yet reduced, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
-    /// The hash of the order in the last audited step with the same unit switches, by switches.
+    /// For each setting of the unit switches, the hash of the order in its last audited step.
     followed: BTreeMap<Vec<bool>, u64>,
     /// The numbers of the gradients computed on each rank, by parameter; `None` for a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,

@@ -21,7 +21,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of `parameter` with these numbers, for each rank.
+    /// Returns the sum of those gradients of `parameter` that have these numbers on each rank.
     pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
             parameter,

@@ -344,7 +344,7 @@ fn mutated(
         (Wrong::LostReduction | Wrong::LostResult, _) => _ = mutant.remove(at),
         (Wrong::NoCrossing, _) if layout.replicas == 1 => return None,
         (Wrong::NoCrossing, Event::Cross { unit }) => {
-            // Without this reduction, a sum that still covers all gradients is correct.
+            // If the sum covers all gradients even without this reduction, dropping it is no error.
             let ranks = came(unit);
             let of_replica = |replica: usize| {
                 ranks

@@ -194,7 +194,7 @@ impl Generation {
         values.inherited[slot] = None;
     }
 
-    /// Returns the group of ranks that together hold the values, including this rank.
+    /// Returns the group of ranks, including this one, that together hold the values.
     pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
     }

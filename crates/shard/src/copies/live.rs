@@ -7,7 +7,7 @@ use super::holders::Copied;
 use crate::error::Error;
 use crate::unit::Unit;
 
-/// A unit, for access to all its generations.
+/// A handle to a unit and all its generations.
 #[derive(Clone)]
 pub(crate) struct Copies {
     pub(crate) unit: Arc<Unit>,
@@ -126,7 +126,7 @@ impl Copies {
         }
     }
 
-    /// Drops the full parameters of all copies of this version, and cancels their gathers.
+    /// Drops the full parameters of all copies with this version, and cancels their gathers.
     pub(crate) fn drop_full_of(&self, version: u64) {
         let copies = self.live().into_iter();
         let equal = copies.filter(|generation| generation.version() == version);

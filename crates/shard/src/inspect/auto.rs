@@ -12,7 +12,7 @@ use crate::path::{self, Location};
 const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 
 /// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost modules with at
-/// least `min_params` parameters (elements) outside any unit within them, children before parents.
+/// least `min_params` parameters (elements) that no unit inside them contains, children before parents.
 ///
 /// Lists, arrays and tuples never become units. Neither does the module itself, which is the root anyway. The remaining
 /// parameters belong to the enclosing unit. Sizes count whole parameters, even in a sharded module. Not collective: the
@@ -48,7 +48,7 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
 /// A module or parameter that the walk is inside.
 #[derive(Default)]
 struct Open {
-    /// Number of elements outside any unit within it.
+    /// Number of elements that no unit inside this module contains.
     left: usize,
     /// Burn's name for the kind of module, known after a part of it is visited; `None` for a parameter.
     kind: Option<String>,

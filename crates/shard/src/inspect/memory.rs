@@ -1,4 +1,4 @@
-//! The memory of a sharded module, and full weights that are kept alive against the policy.
+//! The memory of a sharded module, and full weights that stay alive although the policy drops them.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -36,7 +36,7 @@ pub struct Memory {
     pub pooled: usize,
     /// Copies between the host and the computing device in forward and backward, since the module was sharded.
     pub staged: Staged,
-    /// Units whose full weights outlived forward, although the policy should have freed them.
+    /// Units whose full weights outlived forward, although the policy drops them after it.
     pub pinned: Vec<Pinned>,
 }
 

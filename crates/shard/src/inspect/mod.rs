@@ -1,7 +1,7 @@
 //! Finds the sharded parameters and the roots of a module, and reports on them.
 //!
-//! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
-//! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.
+//! - `units`: handles to a module's units. `plan`: the units with their sizes. `order`: the operations of a step.
+//! - `memory`: the module's bytes on this rank. `names`: the paths of its parameters. `auto`: units by size.
 
 pub(crate) mod auto;
 pub(crate) mod memory;
@@ -36,9 +36,9 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
 
 /// Assigns the ids from a newly loaded record to the shards of `module`.
 ///
-/// Every function of this crate that receives the module does so itself, including [`backward`](crate::backward). Call
-/// this only if Burn's own functions come first after [`Module::load_record`]: groups by ids, or a training loop that
-/// never calls this crate. Does nothing to a module without shards. Not collective.
+/// Every function of this crate that receives the module, including [`backward`](crate::backward), already does this.
+/// Call it only if Burn's own functions use the module first after [`Module::load_record`]: for groups by ids, or in a
+/// training loop that never calls this crate. Does nothing to a module without shards. Not collective.
 pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }

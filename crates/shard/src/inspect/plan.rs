@@ -51,9 +51,10 @@ impl WrapPlan {
         self.units.iter().map(|unit| unit.held).sum()
     }
 
-    /// Returns the expected peak of full parameters and full gradients together, in bytes. It is the sum of two parts.
-    /// The units that keep their parameters count twice, because their gradients exist at the same time. The largest of
-    /// the other units counts twice without prefetching, otherwise `3 + prefetch` times.
+    /// Returns the expected peak of full parameters and full gradients together, in bytes. It is the sum of:
+    ///
+    /// - Twice the units that keep their parameters, because their gradients exist at the same time.
+    /// - The largest of the other units: twice without prefetching, otherwise `3 + prefetch` times.
     pub fn unsharded_peak(&self) -> usize {
         let kept = self.units.iter().filter(|unit| unit.keeps_unsharded);
         let kept: usize = kept.map(|unit| unit.unsharded).sum();

@@ -126,8 +126,8 @@ impl UnitHandle {
 
     /// Sets whether later backwards return the gradients of all units of the module, which is the default. If false, a
     /// backward still reduces, but the sums stay in the shards, nothing is reduced across replicas, and the returned
-    /// gradients are empty. The next backward with true returns the sums of all, including units that it does not use.
-    /// Use this for micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
+    /// gradients are empty. The next backward with true returns the accumulated sums of all units, including those that
+    /// it does not use. Use this for micro-batches whose full gradients, which [`no_sync`] keeps, take too much memory.
     ///
     /// # Errors
     ///
@@ -190,8 +190,8 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while divided gradients wait on
-    /// the shards, for the all-reduce across replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or
+    /// [`Error::State`] inside a backward, while a forward waits for its backward, and while divided gradients wait in
+    /// the shards for the all-reduce across replicas ([`set_requires_all_reduce`](Self::set_requires_all_reduce)) or
     /// for the last backward ([`set_is_last_backward`](Self::set_is_last_backward)).
     pub fn set_divide_factors(
         &self,

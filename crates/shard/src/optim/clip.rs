@@ -23,7 +23,7 @@ pub struct Clipped {
     pub coefficient: f64,
 }
 
-/// Returns the norm of all gradients of a sharded module as one vector, the same on all ranks.
+/// Returns the norm of all gradients of a sharded module, taken as one vector. It is the same on all ranks.
 ///
 /// Each parameter counts once: all elements of a sharded parameter, and rank 0's gradient of an unmanaged parameter.
 /// Without any gradient the norm is 0.

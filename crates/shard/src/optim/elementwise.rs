@@ -41,11 +41,12 @@ impl Gradients {
 /// Checks that `optimizer` updates a shard exactly as it would update the same elements of the whole
 /// parameter, for every trainable parameter of a sharded module.
 ///
-/// Burn does not expose which optimizers a [`ModuleOptimizer`] holds for its groups. So a copy without state updates a
-/// small matrix under the path and id of each parameter, once whole and once in two shards. Optimizers that compute
-/// with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) then give different bits. They need
-/// parameters with [one owner](crate::ShardPolicy::one_owner). These and all other whole parameters are not tried.
-/// Burn's `LBFGS`, which is not a `ModuleOptimizer`, needs the whole model and does not work on shards either.
+/// Burn does not expose which optimizers a [`ModuleOptimizer`] holds for its groups. So a copy of it without state
+/// updates a small matrix under the path and id of each parameter, once whole and once in two shards. Optimizers that
+/// compute with whole tensors (Muon, Adafactor, LAMB, Burn's gradient clipping by norm) then produce different bits.
+/// They need parameters with [one owner](crate::ShardPolicy::one_owner). Parameters that optimizers see in their
+/// original shape are not tried. Burn's `LBFGS`, which is not a `ModuleOptimizer`, needs the whole model and does not
+/// work on shards either.
 ///
 /// The first step with gradients from [`backward`](crate::backward) tries the optimizer on each parameter
 /// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for a
@@ -105,9 +106,9 @@ pub fn check_elementwise_once<M: Module>(
 /// Checks that the optimizers of all ranks are equal, for every trainable parameter of a sharded module. Otherwise
 /// ranks would silently train an unintended model, for example with different betas.
 ///
-/// Burn does not expose an optimizer's settings. So a copy without state runs a few steps on a small matrix under the
-/// path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each step, and is not
-/// compared.
+/// Burn does not expose an optimizer's settings. So a copy of it without state runs a few steps on a small matrix under
+/// the path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each step, and is
+/// not compared.
 ///
 /// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. If ranks are
 /// threads of one program, their optimizers cannot differ.

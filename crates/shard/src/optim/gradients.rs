@@ -35,7 +35,7 @@ pub(crate) struct Entry {
     pub(crate) flat: Tensor<1>,
 }
 
-/// Returns the gradients of `module` in module order, each shared parameter's once.
+/// Returns the gradients of `module` in module order. The gradient of a shared parameter appears once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {
@@ -308,7 +308,7 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             member,
             by_rank: match member {
                 Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
-                // The functions of the stand-in, which has the same number of dims.
+                // The stand-in's functions, since it has the parameter's number of dims.
                 _ => *by_rank,
             },
         };

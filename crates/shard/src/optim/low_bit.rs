@@ -19,8 +19,8 @@ pub enum StateFormat {
     Bf16,
     /// 8 bits per element, plus 32 bits per block of [`BLOCK`](Self::BLOCK) elements for the block's largest magnitude,
     /// which is exact. Each element has a sign and one of 128 levels relative to that magnitude: the dynamic tree of
-    /// Dettmers et al., 2021, with 64 levels from a tenth of it upward and half as many for each decade below. A
-    /// quarter of the memory.
+    /// Dettmers et al., 2021, with 64 levels in the top decade and half as many in each decade below. A quarter of the
+    /// memory.
     ///
     /// A step is rejected if a block spans two shards; to prevent this, use [`Cut::Multiples`](crate::Cut::Multiples).
     Block8,
@@ -48,9 +48,10 @@ impl StateFormat {
 /// to itself, so a resumed step has the same bits on any number of ranks. An optimizer without this wrapper rejects
 /// these records, and this wrapper rejects records without the number of steps.
 ///
-/// States are in host memory regardless of the parameter's device, and each step reads them back. A
-/// [`SealedOptimizer`](crate::SealedOptimizer) around this one would keep the 32-bit record; inside this one, it seals
-/// nothing. A state with an infinite or NaN element makes its block NaN, so the loss becomes NaN instead of wrong.
+/// States are in host memory regardless of the parameter's device, and each step reads them back. Do not combine this
+/// with a [`SealedOptimizer`](crate::SealedOptimizer): around this optimizer it would keep the states in 32 bits, and
+/// inside it, it seals nothing. A state with an infinite or NaN element makes its block NaN, so the loss becomes NaN
+/// instead of wrong.
 ///
 /// A step ends with [`Error::Option`], which [`catch`](crate::catch) returns as a value, if a block spans two shards,
 /// if the states of `O` are not in 32 bits (they are if the parameter is), or while a compiled step is traced.
@@ -224,7 +225,7 @@ fn divides_blocks(partition: &Partition) -> bool {
     ends.any(|end| end < len && !end.is_multiple_of(StateFormat::BLOCK))
 }
 
-/// A source of pseudorandom draws that round the elements of one tensor.
+/// The pseudorandom draws for rounding the elements of one tensor.
 #[derive(Debug, Clone, Copy)]
 struct Rounding {
     seed: u64,

@@ -17,8 +17,8 @@ use crate::transport;
 /// bytes it wrote; otherwise it only steps the inner optimizer. A state that has changed ends the step with
 /// [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) turns into a value.
 ///
-/// Records are the inner optimizer's. States are sealed from the first step that writes them, so a state loaded from a
-/// record is not sealed until its first step. States on devices with their own memory are never sealed.
+/// Records contain only the inner optimizer's state. States are sealed from the first step that writes them, so a state
+/// loaded from a record is not sealed until its first step. States on devices with their own memory are never sealed.
 ///
 /// ```
 /// use burn::optim::{AdamWConfig, ModuleOptimizer};

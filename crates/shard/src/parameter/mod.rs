@@ -25,7 +25,7 @@ use crate::thrown::throw;
 pub(crate) use sharded::ShardedParam;
 use tied::TiedParam;
 
-/// What the engine attaches to a stand-in.
+/// The engine's attachment to a stand-in.
 #[derive(Debug, Clone)]
 pub(crate) enum Attached {
     /// The parameter itself.

@@ -42,7 +42,7 @@ impl Clones {
         last.and_then(|(copy, clones)| Some((copy, clones.upgrade()?)))
     }
 
-    /// Makes the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
+    /// Creates the next copy of `copy`. Parameters of one module are copied together, so they get the same number.
     fn add(&self, copy: Copied) -> (Copied, Arc<Self>) {
         let mut made = self.0.lock();
         let next = Copied {

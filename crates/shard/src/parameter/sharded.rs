@@ -167,7 +167,7 @@ fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper:
 }
 
 impl Module for ShardedParam {
-    /// Collects the devices of inputs: offloaded shards are not on the computing device.
+    /// Collects the devices for inputs. An offloaded shard adds none, because it is not on the computing device.
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self.generation.unit.offload {
             None => self.value.collect_devices(devices),
@@ -207,7 +207,7 @@ impl Module for ShardedParam {
         if is_seen && self.adapter.is_none() {
             return;
         }
-        // Under the path of the parameter that it represents, so that groups by path still work.
+        // The shard is visited under the path of the parameter that it represents, so groups by path still work.
         visitor.exit_module(NAME, CONTAINER);
         if !is_seen {
             let path = &self.generation.unit.slots[slot].path;

@@ -34,7 +34,7 @@ pub(crate) struct Tie {
     /// Number of the field among the fields that share the parameter; 0 for the first.
     pub(crate) field: usize,
     pub(crate) path: String,
-    /// The layer around it, if the layer does not compute in the parameter's type.
+    /// The layer around the field, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
     pub(crate) root_link: Arc<RootLink>,
 }

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
 use crate::thrown::throw;
 
-/// A handle with which backward requests one full parameter of one use of a unit.
+/// Gives backward access to one full parameter, for one use of its unit.
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) root: Arc<Root>,
@@ -67,7 +67,7 @@ impl Weight for Access {
     }
 }
 
-/// The milestone of the link at which all gradients of one use of a unit have arrived.
+/// The milestone at which all gradients of one use of a unit have arrived.
 #[derive(Debug)]
 pub(super) struct UnitEnd {
     root: Arc<Root>,

@@ -1,4 +1,4 @@
-//! Gradients that wait on this rank: for other gradients of the same use, a reduction, or the end of backward.
+//! Gradients held on this rank until other gradients of the same use arrive, a reduction starts, or backward ends.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tagged>,
 }
 
-/// The gradients that wait on this rank, by the event that they wait for.
+/// The gradients held on this rank, by the event that they wait for.
 #[derive(Default)]
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's gradients are complete.
@@ -121,7 +121,7 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients that wait on the shards
+    /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients that wait in the shards
     /// count only if `is_last`.
     pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
         let index = unit.position();

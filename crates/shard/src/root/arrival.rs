@@ -23,8 +23,8 @@ use crate::unit::Unit;
 pub(super) enum Arrival {
     /// The type in which the parameters are held.
     AsHeld,
-    /// The type in which each gradient is sent, if the parameters have several types: one reduction gives all its
-    /// results the same type.
+    /// The type in which each gradient is sent. Used if the parameters have several types, because all results of one
+    /// reduction have the same type.
     AsReduced,
 }
 

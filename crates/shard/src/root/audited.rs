@@ -12,7 +12,7 @@ use crate::unit::Unit;
 
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
-    /// The number of the first parameter of each unit, and finally the total number of parameters.
+    /// The number of each unit's first parameter, followed by the total number of parameters.
     pub(super) first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
     pub(super) reduced: Vec<Arc<Generation>>,
@@ -115,7 +115,7 @@ impl Audited {
         }
     }
 
-    /// Passes the auditor the audit data in the ranks' notes.
+    /// Passes the audit data in the ranks' notes to the auditor.
     pub(super) fn hear(&mut self, notes: &[Note]) {
         if self.auditor.is_auditing() {
             self.auditor
@@ -123,7 +123,7 @@ impl Audited {
         }
     }
 
-    /// Returns the unit and the slot that a parameter number stands for.
+    /// Returns the unit and the slot of the parameter with this number.
     pub(super) fn owner(&self, parameter: usize) -> (usize, usize) {
         let unit = self.first.partition_point(|&first| first <= parameter) - 1;
         (unit, parameter - self.first[unit])

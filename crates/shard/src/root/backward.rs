@@ -85,7 +85,7 @@ impl Root {
             } else {
                 progress.gradients.hold(&self.pool, generation, gradients)?;
             }
-            // The gradients of a region's own graph are not the step's.
+            // During a region's own backward, completed gradients wait for the step's backward.
             Ok(match region::state() {
                 RegionState::Again => Vec::new(),
                 RegionState::Off | RegionState::Plain => {
@@ -140,7 +140,7 @@ impl Progress {
     }
 
     /// Reduces the gradients that earlier backwards left for units that this step did not use: unreduced gradients, and
-    /// reduced ones that wait on the shards.
+    /// reduced ones that wait in the shards.
     fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
         let gradients = &self.gradients;
         let waiting = gradients.held.keys().chain(gradients.partial.keys());

@@ -1,4 +1,5 @@
-//! Evaluation in which ranks take different routes through a module: they exchange their needs before each gather.
+//! Evaluation in which ranks take different routes through a module: before each gather, they exchange which unit each
+//! needs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,10 +12,10 @@ use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::schedule::Operation;
 
-/// What a rank that needs no more units sends.
+/// The message of a rank that needs no more units.
 const DONE: u32 = u32::MAX;
 
-/// What a rank that failed sends.
+/// The message of a rank that failed.
 const FAILED: u32 = u32::MAX - 1;
 
 /// A unit of the evaluated module, with its root.
@@ -120,7 +121,7 @@ impl Evaluation {
 }
 
 impl Evaluated {
-    /// Tells the other ranks this rank's need, and returns each rank's need.
+    /// Sends this rank's message `own` to the other ranks, and returns the messages of all ranks.
     fn told(&self, own: u32) -> Result<Vec<u32>, Error> {
         let label = self.root.label(format_args!("routes of an evaluation"));
         let notes = self.group.exchange(label, own.to_le_bytes().to_vec())?;

@@ -85,7 +85,7 @@ impl Root {
         Ok(())
     }
 
-    /// Starts what [`join_gather`](Self::join_gather) does, without waiting.
+    /// Starts to send this rank's shards like [`join_gather`](Self::join_gather), without waiting.
     pub(super) fn start_join(
         &self,
         generation: &Generation,

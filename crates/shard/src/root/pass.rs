@@ -79,7 +79,7 @@ pub(super) type Node = Box<dyn Any + Send>;
 pub(super) enum UseKind {
     /// One node for each parameter, for backward.
     Tracked,
-    /// None, for a region that will run again.
+    /// No nodes, for a region that will run again.
     Plain,
 }
 

@@ -25,7 +25,7 @@ use crate::unit::Unit;
 const SUM: &str = "the reduced gradient";
 
 impl Root {
-    /// Returns true if reduced gradients of a unit wait on the shards.
+    /// Returns true if reduced gradients of a unit wait in the shards.
     pub(crate) fn holds_sums_of(&self, unit: &Unit) -> bool {
         let progress = self.progress();
         let (index, gradients) = (unit.position(), &progress.gradients);
@@ -433,7 +433,7 @@ fn added(
     }))
 }
 
-/// Tells the ranks that hold the same values of a unit the checksums of the values that this rank wrote.
+/// Reports the checksums of a unit's values that this rank wrote to the ranks that hold the same values.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {
@@ -447,14 +447,14 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     }
 }
 
-/// Tells all ranks the checksums of the values that this rank wrote in parameters kept whole.
+/// Reports the checksums of the values that this rank wrote in parameters kept whole to all ranks.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);
     }
 }
 
-/// Tells `group`, whose ranks all hold the value of `slot`, the checksum of this rank's value.
+/// Reports the checksum of this rank's value of `slot` to `group`, whose ranks all hold that value.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;

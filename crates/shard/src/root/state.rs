@@ -317,7 +317,7 @@ impl Root {
         self.prefetch.min(1)
     }
 
-    /// Makes every unit sharded after an error, and drops all pending work.
+    /// Reshards every unit after an error, and drops all pending work.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -342,7 +342,7 @@ impl Root {
     }
 
     /// Called when the last module that holds `generation`, in `copy`, is dropped. This ends the forward that used it.
-    /// If its graph still exists, it keeps what backward needs.
+    /// The forward's graph, if it still exists, keeps what backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
         // This is never inside a step, because only user code and Burn drop modules.
         let Some(mut progress) = self.progress.try_lock() else {

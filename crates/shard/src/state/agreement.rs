@@ -16,7 +16,7 @@ use crate::transport;
 /// The tensors that [`check_agreement`] compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Agreement {
-    /// Parameters.
+    /// Only parameters.
     #[default]
     Parameters,
     /// Parameters and running states. Running states differ after training on different batches, until

@@ -14,16 +14,16 @@ use crate::transport;
 ///
 /// `average` must originally be a clone of the sharded `model`. It can be evaluated, recorded and saved, and needs the
 /// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A
-/// hand-written mapper over the module's tensors would see the parameters' stand-ins instead.
+/// hand-written mapper over the module's tensors would see stand-ins instead of the parameters.
 ///
 /// Parameters that no unit manages and running states are also averaged; integers and booleans are copied from the
 /// model.
 ///
-/// In 16 bits, a share of 0.001 is rounded away, and the average would never move. The host therefore also holds the
+/// In 16 bits, a share of 0.001 is rounded away, so the average would never change. The host therefore also holds the
 /// elements of a 16-bit average in 32 bits (4 bytes each); the module shows them rounded. They belong to this copy and
-/// its clones. A checkpoint contains the rounded elements, from which a resumed run continues. For an average that is
-/// itself in 32 bits, also in checkpoints and evaluation, shard a copy of the model cast to f32: `average` may be f32
-/// if `model` has 16 bits and the same shards.
+/// its clones. A checkpoint contains the rounded elements, from which a resumed run continues. For an average that has
+/// 32 bits in checkpoints and evaluation as well, shard a copy of the model cast to f32: `average` may be f32 if
+/// `model` has 16 bits and the same shards.
 ///
 /// Not collective; all ranks must call it in the same way, between steps.
 ///
@@ -106,7 +106,7 @@ fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
     is_type && average.shape == model.shape && average.part == model.part
 }
 
-/// Returns true for types in which a small share of a number is rounded away.
+/// Returns true for 16-bit types, which round small updates away.
 fn is_narrow(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }

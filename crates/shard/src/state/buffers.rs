@@ -16,7 +16,7 @@ use crate::transport;
 
 const LABEL: &str = "running states";
 
-/// The way in which running states are synchronized across ranks.
+/// How running states are synchronized across ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
     /// Each rank keeps its own states. Nothing is communicated.
@@ -34,7 +34,7 @@ pub enum BufferSync {
 /// In Burn, all clones of a module share a running state, so clones on this rank also see the new value. Parameters are
 /// unchanged.
 ///
-/// Collective over all ranks of the module: one broadcast or all-reduce of all running states together. There is none
+/// Collective over all ranks of the module: one broadcast or all-reduce of all running states together. Nothing is sent
 /// without running states, or with [`BufferSync::Local`].
 ///
 /// # Errors
@@ -64,9 +64,9 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 
 /// Returns `module` with its running states in `dtype`. Call this on each rank before sharding.
 ///
-/// Burn's BatchNorm computes only in the type of its running states. With the type of
-/// [`Precision::new`](crate::Precision), it trains in 16 bits unchanged. Its averages are then also in 16 bits, and
-/// updates below their resolution are lost.
+/// Burn's BatchNorm computes only in the type of its running states. If they have the type passed to
+/// [`Precision::new`](crate::Precision), the layer trains in 16 bits unchanged. Its averages then also have 16 bits,
+/// and lose updates below their resolution.
 ///
 /// ```
 /// use burn::nn::BatchNormConfig;
@@ -87,7 +87,7 @@ pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, 
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
     inspect::visit(&module, &mut lazy);
-    // A module without lazy parameters may have run. Mappers see its last update only after a synchronization.
+    // A module without lazy parameters may have run already. Mappers see its last update only after a synchronization.
     if !paths.is_empty() && !lazy.0 {
         drop(module.valid());
     }

@@ -19,7 +19,7 @@ use crate::transport;
 /// Whether changes to summoned parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteBack {
-    /// The changes are kept: each rank takes its shards from the values that the closure returns on it.
+    /// The changes are kept: each rank takes its shards from the values that its closure returns.
     Keep,
     /// The changes are discarded.
     Discard,
@@ -35,7 +35,7 @@ pub enum WriteBack {
 /// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
 /// merged into the weights of the copy, so it cannot be written back.
 ///
-/// Meanwhile every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
+/// During the call every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -66,8 +66,8 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks with `keep`. The other ranks send
-/// their shards, and hold at most one whole parameter at a time.
+/// Returns the plain copy of a sharded module, as in [`summon_full_params`], on ranks that set `keep`, and `None` on
+/// the others. These send their shards, and hold at most one whole parameter at a time.
 ///
 /// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
 ///
@@ -345,7 +345,7 @@ pub struct FullTensor<'a> {
 /// [`sync_buffers`](crate::sync_buffers) first to average them over the ranks.
 ///
 /// Only rank 0 of each shard group holds whole parameters, at most one at a time. The other ranks only send, and
-/// `visit` is not called on them. It cannot stop the sequence, because the other ranks would not know.
+/// `visit` is not called on them. It cannot stop early, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

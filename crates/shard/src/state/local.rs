@@ -59,11 +59,11 @@ pub enum LocalPart {
 /// Returns the tensors of a sharded module, in module order, with this rank's part of each. Nothing is copied or
 /// communicated. A shared parameter appears once, under the path of its first field.
 ///
-/// Running states are each rank's own; call [`sync_buffers`](crate::sync_buffers) first to make them equal.
+/// Each rank returns its own running states; call [`sync_buffers`](crate::sync_buffers) first to make them equal.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Collective`] if an element has been corrupted, if ranks compare bytes.
+/// [`Error::NotSharded`]; [`Error::Collective`] if ranks compare bytes and an element is corrupted.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
     let (tied, managed): (Vec<_>, Vec<_>) = inspect::fields(module)
@@ -187,9 +187,9 @@ impl LocalTensor {
         }
     }
 
-    /// Returns the shape that optimizers see. It is flat if this rank holds a shard, and has the same number of empty
-    /// dims if another rank [owns](crate::ShardPolicy::one_owner) the parameter. Otherwise it is the tensor's own
-    /// shape.
+    /// Returns the shape that optimizers see. It is flat if this rank holds a shard, and has the tensor's number of
+    /// dims, all of size 0, if another rank [owns](crate::ShardPolicy::one_owner) the parameter. Otherwise it is the
+    /// tensor's own shape.
     pub fn shown_shape(&self) -> Vec<usize> {
         let too_many = self.shape.len() > MAX_DIMS;
         match &self.part {

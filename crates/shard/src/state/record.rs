@@ -49,7 +49,7 @@ pub fn into_record<M: Module>(module: M) -> Result<ModuleRecord, Error> {
     catch(|| within_record(&module, || module.clone().into_record()))
 }
 
-/// Runs `body`, which records `module`.
+/// Runs `body`, which records `module`, and gives its save mappers access to the module's sharded parameters.
 pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> T {
     struct Forget;
     impl Drop for Forget {

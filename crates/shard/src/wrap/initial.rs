@@ -10,7 +10,7 @@ use crate::transport;
 use crate::unit::Unit;
 
 /// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
-/// more than one whole parameter for it.
+/// more than one whole parameter at a time.
 ///
 /// With replicas, rank 0's replica receives the value first, and passes its shards on to the others.
 pub(crate) fn value<const D: usize>(
@@ -42,7 +42,8 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// Returns this rank's part of a value that rank 0 of the shard group has.
+/// Scatters a value from rank 0 of the shard group, or broadcasts it if every rank holds it whole. Returns this rank's
+/// part.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -63,7 +64,7 @@ fn from_first(
     Ok(first_tensor(received, slot, device))
 }
 
-/// Returns the tensor of `elements` elements that rank 0 of `group` has.
+/// Broadcasts a tensor of `elements` elements from rank 0 of `group`, and returns it.
 fn broadcast(
     group: &ProcessGroup,
     slot: &Slot,

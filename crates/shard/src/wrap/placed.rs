@@ -16,7 +16,7 @@ use crate::spec::Groups;
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path, in the module that is being wrapped, of the module whose wrapping created the unit.
+    /// Path of the module whose wrapping created the unit, inside the module that is being wrapped now.
     pub(super) prefix: String,
 }
 
