@@ -1,6 +1,6 @@
-//! Fully sharded data-parallel training for [Burn](https://burn.dev). Parameters, gradients and optimizer
-//! state are kept in shards, and the full weights of a unit exist only around its own forward and backward.
-//! Model code, optimizer and training loop stay unchanged.
+//! Fully sharded data-parallel training for [Burn](https://burn.dev). Parameters, gradients and optimizer state are
+//! kept in shards, and the full weights of a unit exist only during its own forward and backward. Model code, optimizer
+//! and training loop stay unchanged.
 //!
 //! ```
 //! use burn::module::Module;
@@ -44,7 +44,7 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
+//! The crate root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
 //! [`Mesh`]), sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`],
 //! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), checkpoints ([`save`], [`resume`], [`Checkpointer`]), and one
 //! [`Error`] for all of it. Everything else is in a module:

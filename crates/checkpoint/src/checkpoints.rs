@@ -243,7 +243,7 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest good step. Skips only damaged steps (see [`Error::is_damage`]), and also returns these.
+    /// Finds the newest good step. Skips only damaged steps (see [`Error::is_damage`]), and returns them as well.
     ///
     /// # Errors
     ///

@@ -105,7 +105,7 @@ impl Snapshot {
 
 impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
-    /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
+    /// this rank. It checks only tensors of 64-, 32- and 16-bit floats.
     ///
     /// Every element of a step is written by one rank, so all are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {

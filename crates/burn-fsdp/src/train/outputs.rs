@@ -1,4 +1,4 @@
-//! The outputs of steps in transit to rank 0, which shows them to the metrics.
+//! The outputs of steps in transit to rank 0, which passes them to the metrics.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;

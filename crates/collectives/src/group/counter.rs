@@ -41,14 +41,15 @@ impl CommCounter {
         }
     }
 
-    /// Returns the operations since the start of the count, on all groups together.
+    /// Returns the counts of the operations since counting started, summed over all groups.
     pub fn counts(&self) -> OperationCounts {
         self.by_group()
             .map(|(_, counts)| counts)
             .fold(OperationCounts::default(), |sum, counts| sum + counts)
     }
 
-    /// Returns the operations since the start of the count on each group, in the order passed to [`new`](Self::new).
+    /// Returns each group with the counts of its operations since counting started, in the order passed to
+    /// [`new`](Self::new).
     pub fn by_group(&self) -> impl Iterator<Item = (&ProcessGroup, OperationCounts)> {
         let since =
             |(group, before): &'_ (ProcessGroup, OperationCounts)| group.counts().since(before);

@@ -80,7 +80,7 @@ impl ProcessGroup {
     /// to the first. A program can thus replace some collectives, such as the all-gathers of a module that is sharded
     /// over the group.
     ///
-    /// Groups [split](Self::split) off the new group are also on the engine. Collective; the names of group and engine
+    /// Groups [split](Self::split) off the new group also use that engine. Collective; the names of group and engine
     /// must be the same on all ranks.
     ///
     /// # Errors
@@ -115,8 +115,8 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// Creates a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks
-    /// that are not members create other groups.
+    /// Creates a group of these ranks of this group, in this order. All ranks already know the members. Collective;
+    /// ranks that are not members create other groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
