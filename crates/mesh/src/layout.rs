@@ -326,8 +326,8 @@ impl fmt::Display for AxisPlacement {
 
 /// Returns the padded shape of a tensor's parts in a compiled step, which is the same on every rank.
 ///
-/// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
-/// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.
+/// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks have
+/// fewer rows, as with [`Cut::Dims`], followed by padding.
 pub fn local_shape(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut local = shape.to_vec();
     for placement in placements {

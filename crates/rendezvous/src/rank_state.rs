@@ -89,8 +89,7 @@ impl RankState {
         lock(&self.ledger).settle(number, state);
     }
 
-    /// From now on, records the times of the rank's operations. `sample` returns a number to store at the end of each
-    /// span.
+    /// Starts recording the times of the rank's operations. `sample` returns a number to store at the end of each span.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         *lock(&self.recording) = Some(Recording::new(sample));
     }

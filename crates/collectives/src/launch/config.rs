@@ -47,8 +47,8 @@ impl LaunchConfig {
     }
 
     /// Sets the time that a rank waits for its peers in one operation before it gives up. The default is 10 minutes.
-    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it. Groups that
-    /// do other kinds of work, such as checkpoints, may have their own deadline: see
+    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of the deadline.
+    /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
