@@ -37,7 +37,7 @@ pub fn keep_freed_memory() -> bool {
     reason = "the C library's settings are set by a call of it"
 )]
 fn keep() -> bool {
-    /// A threshold above the size of most CPU tensors that still fits in a C `int`.
+    /// A threshold that exceeds the size of most CPU tensors and fits in a C `int`.
     const MOST: i32 = 1 << 30;
     /// The maximum mmap threshold that every version of glibc accepts.
     const MOST_OF_OLD: i32 = 32 << 20;

@@ -360,7 +360,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     Ok(lock)
 }
 
-/// Returns true for the name of a state file, or of one that Burn has not renamed yet.
+/// Returns true for the name of a state file, or of the temporary file that Burn renames to it.
 fn is_state(name: &str) -> bool {
     let Some((number, rest)) = name.split_once('-') else {
         return false;

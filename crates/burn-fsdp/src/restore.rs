@@ -26,7 +26,7 @@ use crate::tied::Names;
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
-/// tensors of the step that the model lacks; adapters of another alpha; damage. On an error, the model and its clones
+/// tensors of the step that the model lacks; adapters with another alpha; damage. On an error, the model and its clones
 /// are unchanged.
 pub fn restore<M: Module>(
     model: M,

@@ -68,7 +68,7 @@ pub struct ThreadRendezvous {
 }
 
 enum Ends {
-    /// Rank 0, with a wire to every other rank, in the order of their ranks.
+    /// Rank 0, with a wire to every other rank, in rank order.
     Root(Vec<Wire>),
     /// Another rank, with a wire to rank 0.
     Leaf(Wire),

@@ -83,8 +83,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, of `num_bytes` bytes. It is in memory only while it is checked or written.
-    /// `read` must return the same bytes each time.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes, without holding it in memory. `read` is called when the
+    /// part is checked or written, and must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,

@@ -142,7 +142,7 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 pub struct Route {
     /// Range of bytes in the sender's source.
     pub given: Range<usize>,
-    /// Range in the receiver's buffer, for operations that do not combine.
+    /// Range of bytes in the receiver's buffer, for operations that do not combine.
     pub placed: Range<usize>,
 }
 

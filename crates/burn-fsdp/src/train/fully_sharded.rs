@@ -226,7 +226,7 @@ impl FullySharded {
 
     /// Works like [`launch`](Self::launch), but passes each rank's shards of the trained model to `end` instead of
     /// returning the whole model. For example, `end` can [save](crate::save()) it, generate from it, or do nothing.
-    /// Returns the ranks' results, in their order.
+    /// Returns the ranks' results, in rank order.
     ///
     /// `end` gets the ranks of the training, with one shard axis, the model, and the optimizer with the state of the
     /// rank's shards. The model is in training mode and has the whole model's type. All ranks call `end` at the same

@@ -133,7 +133,7 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Takes one output of each rank that has one, in the order of ranks.
+    /// Takes one output of each rank that has one, in rank order.
     pub(crate) fn take(&self) -> impl Iterator<Item = TrainingItem<O>> {
         let arrived = self.arrived.iter();
         arrived.filter_map(|items| held(items).pop_front())

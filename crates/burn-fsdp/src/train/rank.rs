@@ -45,7 +45,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) lead: Option<Lead<M>>,
 }
 
-/// Trains on one rank, and returns the model in shards and the optimizer for them.
+/// Trains on one rank. Returns the sharded model and its optimizer.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(

@@ -35,7 +35,7 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
     left: Left<T>,
 }
 
-/// The ranks' results, in their order, once all have ended.
+/// The ranks' results, in rank order, once all have ended.
 pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
 /// The results of a training run.

@@ -46,7 +46,8 @@ impl Default for ConsolidationConfig {
 pub struct PlainTensor {
     /// Name of the tensor in the output.
     pub name: String,
-    /// True if the two dims are swapped, as between the linear weights of Burn, `[in, out]`, and of PyTorch.
+    /// True to swap the two dims, for example to convert linear weights from Burn's `[in, out]` to PyTorch's `[out,
+    /// in]`.
     pub is_transposed: bool,
 }
 

@@ -338,7 +338,7 @@ impl ProcessGroup {
         self.start_all_to_all(label, note, parts, into)?.wait()
     }
 
-    /// Announces that this rank has arrived. Waiting on the handle waits for all ranks to arrive.
+    /// Announces that this rank has arrived. To wait for all ranks to arrive, wait on the returned handle.
     ///
     /// # Errors
     ///

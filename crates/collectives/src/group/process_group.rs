@@ -160,12 +160,12 @@ impl ProcessGroup {
         self.0.state.set_fault(fault);
     }
 
-    /// Marks the beginning of a step on this rank. Faults and seals refer to this number.
+    /// Marks the beginning of a step on this rank. Faults and seals refer to the step's number.
     pub fn begin_step(&self, step: u64) {
         self.0.state.begin_step(step);
     }
 
-    /// Triggers an armed fault at this point.
+    /// Triggers a fault if one is armed for this point.
     ///
     /// # Errors
     ///

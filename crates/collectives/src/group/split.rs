@@ -9,7 +9,7 @@ use burn_fsdp_transport::Engine;
 
 impl ProcessGroup {
     /// Divides the group. Ranks that pass the same `color` form a new group, ordered by `key`, and by their rank in
-    /// this group where keys are equal. Collective; `name` must be the same on all ranks, even for different colors.
+    /// this group if keys are equal. Collective; `name` must be the same on all ranks, even for different colors.
     ///
     /// # Errors
     ///
@@ -32,10 +32,10 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None, |engine, _| engine))
     }
 
-    /// Creates a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when
-    /// a rank does not arrive within `deadline`. This ends only the operations of this group and of groups
-    /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
-    /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
+    /// Creates a group of the same ranks that fails independently. A mismatch, a rank that leaves, or a rank that does
+    /// not arrive within `deadline` ends only the operations of this group and of groups [`split`](Self::split) off it.
+    /// The parent group continues. Use an isolated group for work in parallel to the main work, such as checkpoints
+    /// written in the background. A slow disk then costs a checkpoint, not the run.
     ///
     /// There is no isolation in the other direction: this group fails when the world or an isolated group that it was
     /// created from fails.

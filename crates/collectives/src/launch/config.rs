@@ -113,7 +113,7 @@ impl LaunchConfig {
         self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
     }
 
-    /// Like [`num_threads`](Self::num_threads), with this value of the variable.
+    /// Like [`num_threads`](Self::num_threads), with this value of `RAYON_NUM_THREADS`.
     fn num_threads_in(
         &self,
         ranks_here: usize,

@@ -144,7 +144,7 @@ impl Wire {
         self.send_piece(&header, range, to, HEADER_TAG)
     }
 
-    /// Sends some bytes of a source, in as many messages as necessary.
+    /// Sends a range of a source's bytes, in as many messages as necessary.
     pub(super) fn send(
         &self,
         source: &Source,
