@@ -360,7 +360,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     Ok(lock)
 }
 
-/// Returns true for the name of a state file, or of the temporary file that Burn renames to it.
+/// Returns true for the name of a state file, of Burn's temporary file for it, or of a kept copy.
 fn is_state(name: &str) -> bool {
     let Some((number, rest)) = name.split_once('-') else {
         return false;

@@ -161,7 +161,7 @@ pub(crate) fn of_states<M: Module>(
     })
 }
 
-/// A buffer of any type that owns bytes, for the checkpoint's snapshot.
+/// Wraps a buffer of elements, which the checkpoint's snapshot reads as bytes.
 pub(crate) struct Elements<T>(pub(crate) T);
 
 impl AsRef<[u8]> for Elements<Source> {

@@ -147,7 +147,7 @@ impl Measure {
         }
     }
 
-    /// Returns true if contributions are combined by their maximum, and false if by their sum.
+    /// Returns true if contributions are combined by their maximum, and false if they are summed.
     pub fn is_largest(self) -> bool {
         self == Self::Largest
     }

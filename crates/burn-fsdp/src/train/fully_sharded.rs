@@ -167,8 +167,8 @@ impl FullySharded {
         })
     }
 
-    /// Sets the units, and the rest of the sharding policy. The mesh has only one axis, so a policy with a replicate
-    /// axis is rejected.
+    /// Sets the sharding policy, including the units. The mesh has only one axis, so a policy with a replicate axis is
+    /// rejected.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
@@ -306,8 +306,7 @@ impl FullySharded {
     /// another error:
     ///
     /// - [`Error::OtherTraining`] if a process is about to run a different training;
-    /// - `OptimizersDiffer` or `Disagreement`, errors of sharding, if a process's optimizer or integer parameter
-    ///   differs;
+    /// - `OptimizersDiffer` or `Disagreement`, errors of sharding, if an optimizer or an integer parameter differs;
     /// - the error for an output that [`Portable::unpack`] rejects.
     pub fn launch_among_processes<M>(
         &self,
