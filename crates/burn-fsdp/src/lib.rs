@@ -49,7 +49,7 @@
 //! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), checkpoints ([`save`], [`resume`], [`Checkpointer`]), and one
 //! [`Error`] for all of it. Everything else is in a module:
 //!
-//! - [`sharding`]: where shards may begin, and evaluation in which ranks take different routes.
+//! - [`sharding`]: where shards may begin, and evaluation in which ranks may run different units.
 //! - [`inspect`]: reports on units, memory and communication.
 //! - [`state`]: whole parameters, records, running states, and checks that ranks agree.
 //! - [`optim`]: optimizers of sharded modules, and a check that an optimizer can work on shards.
@@ -102,7 +102,7 @@ pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
-/// Where the shards of a [`ShardPolicy`] may begin, and evaluation in which ranks take different routes.
+/// Where the shards of a [`ShardPolicy`] may begin, and evaluation in which ranks may run different units.
 pub mod sharding {
     pub use burn_fsdp_shard::{Cut, evaluate};
 }

@@ -1,4 +1,4 @@
-//! Reading a step: any region of any tensor, at any world size.
+//! Reading a step: any region of any tensor, with any number of ranks.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -82,7 +82,7 @@ impl OperationKind {
 }
 
 impl Role {
-    /// Returns the share of a rank, in an operation with this root.
+    /// Returns the share that `rank` sends or receives in an operation with this root.
     #[inline]
     pub fn share_of(self, rank: usize, root: Option<usize>) -> Share {
         let is_meant = match self.who {

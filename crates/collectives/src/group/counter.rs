@@ -24,7 +24,7 @@ pub struct CommCounter {
 }
 
 impl CommCounter {
-    /// Starts counting. Pass each group once: a clone is the same group.
+    /// Starts counting. Pass each group only once; a clone counts as the same group.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a ProcessGroup>) -> Self {
         let groups = groups.into_iter();
         Self {

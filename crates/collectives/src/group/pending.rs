@@ -379,7 +379,7 @@ impl<T> fmt::Debug for Pending<T> {
 /// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
-    /// This rank's number in the group, followed by its number in the world.
+    /// This rank's number in the group. `world_rank` is its number in the world.
     pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     /// The name of the engine.

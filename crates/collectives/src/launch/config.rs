@@ -79,8 +79,8 @@ impl LaunchConfig {
         self
     }
 
-    /// Omits the second worker of a rank with one compute thread, which would occasionally take part in a kernel. Only
-    /// for a body that spawns nothing on rayon: it would wait for spawned work forever.
+    /// Omits the second worker of a rank with one compute thread, which would occasionally take part in a kernel. Use
+    /// it only if the body spawns nothing on rayon; otherwise the body would wait for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;

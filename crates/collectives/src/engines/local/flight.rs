@@ -170,7 +170,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// Marks this rank as done reading. It must have dropped everything that it took from the round.
+    /// Marks this rank as done reading. The rank must have dropped everything that it took from the round.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;
