@@ -172,7 +172,7 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Creates a checkpointer that saves to `checkpoints`, whose ranks communicate over `rendezvous`. If the rendezvous
+    /// Creates a checkpointer that saves to `checkpoints`. The ranks communicate over `rendezvous`. If the rendezvous
     /// survives a failure of `world`, the current save is completed.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Sharded checkpoints: saved by any number of ranks, loaded by any other number.
+//! Sharded checkpoints: saved by any number of ranks, loaded by any number.
 //!
 //! | word | meaning |
 //! |---|---|

@@ -52,7 +52,7 @@ impl<T: Copy> Precision<T> {
     /// normalization layers. Each pattern must match a module.
     ///
     /// Burn has no hooks before a module's forward, so the model itself casts inputs and outputs. The following code
-    /// works in any type, even without sharding:
+    /// computes the same in any type, even without sharding:
     ///
     /// ```text
     /// let dtype = x.dtype();

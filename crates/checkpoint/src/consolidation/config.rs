@@ -46,8 +46,7 @@ impl Default for ConsolidationConfig {
 pub struct PlainTensor {
     /// Name of the tensor in the output.
     pub name: String,
-    /// True to swap the two dims, for example to convert linear weights from Burn's `[in, out]` to PyTorch's `[out,
-    /// in]`.
+    /// True to swap the two dims: linear weights are `[in, out]` in Burn and `[out, in]` in PyTorch.
     pub is_transposed: bool,
 }
 

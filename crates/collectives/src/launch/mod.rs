@@ -36,7 +36,7 @@ use crate::group::ProcessGroup;
 /// A launcher that has started a single process is ignored, unless `BURN_FSDP_ENGINE` is `mpi`. If another launcher,
 /// such as `torchrun`, has started several processes, they would not find each other. The launch then fails with
 /// [`LaunchError::OtherLauncher`], unless `BURN_FSDP_ENGINE` is set. Processes need the feature `mpi`
-/// ([`LaunchError::NoMpi`]), as many ranks as there are processes ([`LaunchError::OtherSize`]), and can be launched
+/// ([`LaunchError::NoMpi`]) and as many ranks as there are processes ([`LaunchError::OtherSize`]). They can be launched
 /// only once ([`LaunchError::Again`]).
 ///
 /// # Failures
