@@ -1,7 +1,7 @@
 //! An allocator setting that keeps freed memory in the process.
 //!
 //! A training step on the CPU allocates and frees the same tensors as the step before. glibc returns large blocks to
-//! the system each time, so every page of the next tensor faults. That costs a tenth of a step or more.
+//! the system each time, so every page of the next tensor faults. This costs at least a tenth of a step.
 
 /// Makes the C library keep freed memory and reuse it for later allocations. Returns true on success, and false if the
 /// library has no such setting: only glibc on Linux has one. Programs with their own allocator (`#[global_allocator]`)
@@ -9,8 +9,8 @@
 ///
 /// Blocks above 64 MiB are still returned to the system if a thread other than the main one allocates them.
 ///
-/// Call it at the start of a program that trains on the CPU, as the command does. The process then stays at its peak
-/// memory, plus some fragmentation between tensors.
+/// Call it at the start of a program that trains on the CPU, as the `burn-fsdp` command does. The process then stays at
+/// its peak memory, plus some fragmentation between tensors.
 ///
 /// It changes nothing and returns false if the user has set `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`,
 /// `MALLOC_TOP_PAD_` or `GLIBC_TUNABLES`.
@@ -37,7 +37,7 @@ pub fn keep_freed_memory() -> bool {
     reason = "the C library's settings are set by a call of it"
 )]
 fn keep() -> bool {
-    /// Larger than most tensors of a step on a host, and small enough for the C library's int.
+    /// A threshold that exceeds the size of most CPU tensors and fits in a C `int`.
     const MOST: i32 = 1 << 30;
     /// The maximum mmap threshold that every version of glibc accepts.
     const MOST_OF_OLD: i32 = 32 << 20;

@@ -36,7 +36,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
     }
 }
 
-/// Saves a sharded model and its optimizer after `step` steps to a checkpoint folder, completely or not at all. Any
+/// Atomically saves a sharded model and its optimizer to a checkpoint folder, as the state after `step` steps. Any
 /// number of ranks can continue from it with [`resume`].
 ///
 /// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
@@ -81,8 +81,8 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///
 /// # Errors
 ///
-/// Every rank returns an error if any rank fails: if `step` differs from rank 0's, if the folder already has this step,
-/// or with an error of [`snapshot`] or [`save_step`](crate::internals::checkpoint::save_step). The folder then stays
+/// Every rank returns an error if any rank fails. Causes: `step` differs from rank 0's; the folder already has this
+/// step; an error of [`snapshot`] or [`save_step`](crate::internals::checkpoint::save_step). The folder then stays
 /// unchanged.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
@@ -112,8 +112,8 @@ pub fn save<M: Module>(
     )?)
 }
 
-/// Loads the newest step that [`save`] wrote to a folder into a sharded model and its optimizer, on any number of
-/// ranks. Returns them unchanged if nothing in the folder is named like a step.
+/// Resumes a training run on any number of ranks: loads the newest step that [`save`] wrote to `folder` into the
+/// sharded model and its optimizer. Returns both unchanged if nothing in the folder is named like a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 finds the newest step, and all ranks load it.
 /// Configure `optimizer` like the saved one. If nothing is saved yet, this checks that the optimizer's future state can
@@ -121,9 +121,9 @@ pub fn save<M: Module>(
 ///
 /// # Errors
 ///
-/// All ranks return an error if any rank fails: errors of [`restore`], a link or a file with the name of the newest
-/// step, and a damaged newest step, which is never skipped.
-/// [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good) finds an older one.
+/// All ranks return an error if any rank fails. Causes: an error of [`restore`]; a link or a file with the name of the
+/// newest step; a damaged newest step, which is never skipped. To find an older step, use
+/// [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good).
 pub fn resume<M: Module>(
     folder: impl AsRef<Path>,
     model: M,
@@ -187,7 +187,7 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     }
 }
 
-/// One rank's result of a save or a resume, for the other ranks.
+/// One rank's result of a save or a resume, as sent to the other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 struct Word {
     step: u64,

@@ -75,7 +75,7 @@ pub struct Checkpointer {
     patience: Duration,
     /// The last save, if it has to wait for the previous one.
     deferred: Option<Box<(SaveRequest, TrainingSnapshot)>>,
-    /// True if the last save has begun: `finish` then reports its failure, whichever call notices it first.
+    /// True if the last save has begun: `finish` then reports its failure, even if another call notices it first.
     last_has_begun: bool,
     /// The failure of the last save, if it was noticed before `finish`.
     last_failure: Option<StepError>,
@@ -83,7 +83,7 @@ pub struct Checkpointer {
     remarks: Vec<SaveRemark>,
 }
 
-/// A snapshot that all ranks took at the same point, with their agreement about saving it.
+/// A snapshot that all ranks took at the same point, and the ranks' agreement on whether it can be saved.
 #[derive(Debug)]
 #[must_use = "nothing is saved before `begin`"]
 pub struct Offered {
@@ -172,7 +172,7 @@ impl Checkpointer {
         Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
     }
 
-    /// Creates a checkpointer that saves to `checkpoints`, with ranks that meet over `rendezvous`. If the rendezvous
+    /// Creates a checkpointer that saves to `checkpoints`. The ranks communicate over `rendezvous`. If the rendezvous
     /// survives a failure of `world`, the current save is completed.
     ///
     /// # Errors

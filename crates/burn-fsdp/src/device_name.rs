@@ -25,8 +25,8 @@ use thiserror::Error as ThisError;
 /// ```
 ///
 /// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the feature
-/// of that name. `wgpu:1` is the machine's second `wgpu` device, and `wgpu` is the device with the rank's number on its
-/// machine.
+/// of that name. `wgpu:1` is the machine's second `wgpu` device. Without a number, the machine's first rank gets its
+/// first device, the second rank its second, and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceName {
     backend: &'static str,
@@ -164,7 +164,7 @@ impl DeviceName {
         })
     }
 
-    /// Returns the devices of the backend on this machine; software devices only where there are no others.
+    /// Returns the devices of the backend on this machine; software devices are returned only if there are no others.
     fn devices(&self) -> Vec<Device> {
         let found = device_type(self.backend).map(Device::enumerate);
         let mut devices: Vec<Device> = found.into_iter().flatten().collect();

@@ -27,8 +27,8 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 ///
 /// The files are removed when this is dropped. A folder that another run uses is rejected. The files of a killed run
 /// are removed; a folder with any other file is rejected, and left unchanged. A step fails if a file has changed by
-/// even one bit since it was written. [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step) are for
-/// [checkpoints](crate::checkpoint).
+/// even one bit since it was written. To save and load [checkpoints](crate::checkpoint), use
+/// [`snapshot`](Self::snapshot) and [`restore_step`](Self::restore_step).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
@@ -108,8 +108,8 @@ impl FileBackedOptimizer {
         })
     }
 
-    /// Removes the files of rank `rank` that a killed run left in `folder`, with the same checks as [`new`](Self::new),
-    /// but without creating any.
+    /// Removes the files of rank `rank` that a killed run left in `folder`, with the same checks as [`new`](Self::new).
+    /// Creates nothing.
     ///
     /// # Errors
     ///
@@ -195,7 +195,7 @@ impl FileBackedOptimizer {
         }
     }
 
-    /// Returns each unit's state under a second file name, which later steps leave unchanged.
+    /// Gives each unit's state file a second name, under which later steps do not change it.
     pub(crate) fn kept(&self) -> Result<Vec<KeptFile>, Error> {
         let files = self.files.iter();
         files
@@ -211,7 +211,7 @@ impl FileBackedOptimizer {
         }
     }
 
-    /// Replaces the file as a whole: a reader sees the old state or the new.
+    /// Replaces the unit's file atomically: a reader sees either the old state or the new.
     pub(crate) fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let number = self.files.len();
         let known = self.files.get(&unit).map(|file| file.path.clone());
@@ -360,7 +360,7 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
     Ok(lock)
 }
 
-/// Returns true for the name of a state file, or of one that Burn has not renamed yet.
+/// Returns true for the name of a state file, of Burn's temporary file for it, or of a kept copy.
 fn is_state(name: &str) -> bool {
     let Some((number, rest)) = name.split_once('-') else {
         return false;
@@ -384,8 +384,8 @@ fn checksum(path: &Path) -> io::Result<u32> {
     }
 }
 
-/// Removes the gradients of empty shards. These need no update, and Burn would read an empty state from a file to an
-/// address that its kernels reject.
+/// Removes the gradients of empty shards. These need no update, and Burn would load an empty state at an address that
+/// its kernels reject.
 fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
     let mut rest = NotEmpty(gradients);
     module.visit(&mut rest);
@@ -415,7 +415,7 @@ const NO_WAY_BACK: &str = "no further step would be possible with it";
 
 const DAMAGED: &str = "do not change the folder during a run; resume from a checkpoint";
 
-/// Returns a file name by which people recognize the unit, whatever characters its path has.
+/// Returns a valid file name from which people can recognize the unit.
 fn file_name(number: usize, unit: &str) -> String {
     let plain = |c: char| match c.is_ascii_alphanumeric() || c == '.' || c == '_' {
         true => c,

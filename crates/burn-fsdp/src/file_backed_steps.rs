@@ -52,10 +52,10 @@ impl FileBackedOptimizer {
         of_states(model, self.configured(), &states, (mesh, axis), is_wanted)
     }
 
-    /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, and
-    /// the whole state into this optimizer, with one unit at a time in memory, as
-    /// [`restore_training`](crate::internals::checkpoint::restore_training) does. The step may come from a training
-    /// run with its state in memory, and vice versa.
+    /// Loads a step as [`restore_training`](crate::internals::checkpoint::restore_training) does: into a sharded model,
+    /// the parameters and running states that `is_wanted` selects by path; into this optimizer, its whole state, with
+    /// one unit at a time in memory. The saving training run may have had its optimizer state in memory, and vice
+    /// versa.
     ///
     /// Not collective.
     ///

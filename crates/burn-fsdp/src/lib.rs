@@ -1,6 +1,6 @@
-//! Fully sharded data-parallel training for [Burn](https://burn.dev). Parameters, gradients and optimizer
-//! state are kept in shards, and the full weights of a unit exist only around its own forward and backward.
-//! Model code, optimizer and training loop stay unchanged.
+//! Fully sharded data-parallel training for [Burn](https://burn.dev). Parameters, gradients and optimizer state are
+//! kept in shards, and the full weights of a unit exist only during its own forward and backward. Model code, optimizer
+//! and training loop stay unchanged.
 //!
 //! ```
 //! use burn::module::Module;
@@ -44,12 +44,12 @@
 //!
 //! # Modules
 //!
-//! The root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
+//! The crate root has the items that every training run uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`],
 //! [`Mesh`]), sharding ([`fully_shard`], [`ShardPolicy`]), the step ([`backward`], [`catch`], [`no_sync`],
 //! [`recompute`], [`clip_grad_norm`], [`LossScaler`]), checkpoints ([`save`], [`resume`], [`Checkpointer`]), and one
 //! [`Error`] for all of it. Everything else is in a module:
 //!
-//! - [`sharding`]: where shards may begin, and evaluation in which ranks take different routes.
+//! - [`sharding`]: where shards may begin, and evaluation in which ranks may run different units.
 //! - [`inspect`]: reports on units, memory and communication.
 //! - [`state`]: whole parameters, records, running states, and checks that ranks agree.
 //! - [`optim`]: optimizers of sharded modules, and a check that an optimizer can work on shards.
@@ -102,7 +102,7 @@ pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
-/// Where the shards of a [`ShardPolicy`] may begin, and evaluation in which ranks take different routes.
+/// Where the shards of a [`ShardPolicy`] may begin, and evaluation in which ranks may run different units.
 pub mod sharding {
     pub use burn_fsdp_shard::{Cut, evaluate};
 }

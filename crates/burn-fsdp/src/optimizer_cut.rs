@@ -24,8 +24,8 @@ pub(crate) struct WholeState {
     pub(crate) dtype: DType,
 }
 
-/// Loads this rank's part of `states`, and of the values in `kept`, into an optimizer, by path. `read` returns the
-/// bytes of a range of a state's flat elements.
+/// Loads this rank's part of `states` and `kept`, by path, into an optimizer. `read` returns the bytes of a range of a
+/// state's flattened elements.
 ///
 /// Not collective.
 ///

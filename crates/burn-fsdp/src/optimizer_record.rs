@@ -182,7 +182,7 @@ pub(crate) fn with_state(
 }
 
 /// Loads the state of a record file into an optimizer, and requires that it accepts all of it. On the CPU backend,
-/// tensors are read on demand, so the file must exist until then.
+/// tensors are read on demand, so the file must exist until all are read.
 #[cfg(feature = "train")]
 pub(crate) fn with_state_of_file(
     optimizer: ModuleOptimizer,

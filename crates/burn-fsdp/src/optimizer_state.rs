@@ -69,8 +69,7 @@ impl Holders {
     }
 }
 
-/// Returns the error for a state of this shape, which does not match the number of the parameter's elements on this
-/// rank.
+/// Returns the error for a state whose shape does not match the number of the parameter's elements on this rank.
 pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
     optimizer_error(format!(
         "`{name}` has shape {shape:?}, but the parameter has {elements} elements here, and only element-wise state \
@@ -134,8 +133,8 @@ pub(crate) fn states<M: Module>(
     Ok(states)
 }
 
-/// Adds the states of this rank's shards without elements, for which its optimizer keeps none. They are the states of a
-/// rank that has elements of the parameter, without the elements.
+/// Adds states for this rank's empty shards, for which its optimizer keeps none. Each is copied, without the elements,
+/// from a rank that has elements of the parameter.
 ///
 /// Collective over the ranks that hold parts of a parameter, if any rank has a shard without elements.
 pub(crate) fn add_empty<M: Module>(

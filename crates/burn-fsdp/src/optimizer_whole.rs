@@ -23,8 +23,8 @@ use crate::piecewise::taken_in_pieces;
 
 /// Gathers the whole optimizer state of a sharded model. Ranks that `keep` it get an optimizer for the plain copy of
 /// the model that [`unsharded`](crate::internals::state::unsharded) returns, with the copy's ids; the others get
-/// `None`. Training can continue with the copy, after `train` is called on it to add autodiff. The optimizer's record
-/// equals the record of a training run without shards. Groups that select parameters by id use the ids of the sharded
+/// `None`. To continue training with the copy, call `train` on it first, which adds autodiff. The optimizer's record
+/// equals the record of an unsharded training run. Groups that select parameters by id use the ids of the sharded
 /// model.
 ///
 /// Ranks that do not `keep` the state hold one whole tensor at a time, in addition to their own state.
@@ -34,7 +34,7 @@ use crate::piecewise::taken_in_pieces;
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors where it has shards; a state that does not belong to the model's
+/// An optimizer that computes with whole tensors but has shards; a state that does not belong to the model's
 /// parameters; a model with low-rank adapters, which the plain copy lacks; a failed collective.
 pub fn unsharded_optimizer<M: Module>(
     model: &M,
@@ -156,7 +156,7 @@ impl Whole {
         })
     }
 
-    /// Returns the bytes of the whole state; `own` is this rank's part. Collective, if ranks divide it.
+    /// Returns the bytes of the whole state; `own` is this rank's part. Collective if the state is divided among ranks.
     fn gathered(&self, own: Bytes, group: &ProcessGroup) -> Result<Bytes, CheckpointError> {
         let Some(partition) = self.partition else {
             return Ok(own);
@@ -179,7 +179,7 @@ impl Whole {
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors where it gets shards; a state that does not belong to the model's
+/// An optimizer that computes with whole tensors but would get shards; a state that does not belong to the model's
 /// parameters, or that cannot be divided.
 pub fn shard_optimizer<M: Module>(
     model: &M,

@@ -1,5 +1,5 @@
-//! The state of an optimizer, piece by piece. Burn makes two copies of it for a record, as tensors and as bytes, so
-//! recording everything at once takes twice the memory of the state.
+//! Recording an optimizer's state piece by piece. Burn makes two copies of the state for a record, as tensors and as
+//! bytes, so recording everything at once needs twice its memory.
 
 #[cfg(feature = "train")]
 use std::sync::Arc;

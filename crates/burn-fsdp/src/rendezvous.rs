@@ -44,7 +44,7 @@ impl Rendezvous for GroupRendezvous {
     }
 }
 
-/// Returns the message of each rank of `group`, in their order. Collective.
+/// Sends a message to all ranks of `group`, and returns each rank's message, in rank order. Collective.
 pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     label: &'static str,

@@ -19,15 +19,15 @@ use crate::tied::Names;
 /// Loads `step`, saved by any number of ranks, into a sharded model and its optimizer. Each rank reads only the bytes
 /// that it needs.
 ///
-/// Not collective: if a rank gets an error and continues with the unchanged values, it must ensure that all do.
-/// Configure `optimizer` like the saved one; its state is replaced. It is checked as in
+/// Not collective: if one rank fails and continues with the unchanged values, the caller must make all ranks do so.
+/// Configure `optimizer` like the saved one; its state is replaced. The optimizer is checked as in
 /// [`snapshot`](crate::checkpoint::snapshot()).
 ///
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
-/// tensors of the step that the model lacks; adapters of another alpha; damage. On an error, no copy of the model is
-/// changed.
+/// tensors of the step that the model lacks; adapters with another alpha; damage. On an error, the model and its clones
+/// are unchanged.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
@@ -36,8 +36,8 @@ pub fn restore<M: Module>(
     restore_training(model, optimizer, step, |_| true)
 }
 
-/// Loads into a sharded model the parameters and running states of `step` that `is_wanted` selects by path, and the
-/// whole state into its optimizer, as taken by [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching).
+/// Restores a step that [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching) captured: the parameters
+/// and running states that `is_wanted` selects by path, and the whole optimizer state.
 ///
 /// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore`].
 ///

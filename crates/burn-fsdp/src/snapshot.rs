@@ -1,7 +1,7 @@
 //! Snapshots: the state of the eager engine and the optimizer, as tensors of [steps](crate::checkpoint).
 //!
-//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh
-//! and either layout.
+//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh and
+//! either shard layout.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
-    /// The plan of which rank writes what; the same on every rank.
+    /// The parts that each rank writes; the same plan on every rank.
     pub plan: Arc<WritePlan>,
     /// The bytes of this rank's tensors. The model's bytes are shared, not copied: training may continue.
     pub snapshot: Snapshot,
@@ -43,7 +43,7 @@ pub struct TrainingSnapshot {
 /// over which the model is sharded.
 ///
 /// All ranks must take their snapshots at the same point. If the policy assigns parameters to [one
-/// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the others their optimizers' state without
+/// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the other ranks their optimizer state without its
 /// elements; otherwise nothing is communicated. Running states and other values that differ between ranks (integers,
 /// ignored parameters) are saved from rank 0. To save the mean of running states, call
 /// [`sync_buffers`](crate::state::sync_buffers) first.
@@ -161,7 +161,7 @@ pub(crate) fn of_states<M: Module>(
     })
 }
 
-/// A buffer of any type that owns bytes, for the checkpoint's snapshot.
+/// Wraps a buffer of elements, which the checkpoint's snapshot reads as bytes.
 pub(crate) struct Elements<T>(pub(crate) T);
 
 impl AsRef<[u8]> for Elements<Source> {

@@ -1,6 +1,6 @@
-//! Parameters that several fields of a model share, in steps on disk. They are saved once, under the path of the first
-//! field, with the other paths in the metadata. If the saving model had them as separate parameters, a step may have
-//! several of these names. If its first field had another path, a step may have only another name.
+//! Tied parameters, which several fields of a model share, in steps on disk. Each is saved once, under the path of its
+//! first field, with the other paths in the metadata. A step may have several of these names if the saving model had
+//! separate parameters, or only another name if its first field had another path.
 
 use burn_fsdp_checkpoint::{Region, Step, TensorEntry, TensorSpec};
 use serde_json::Value;

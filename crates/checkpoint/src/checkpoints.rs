@@ -63,12 +63,12 @@ pub(crate) struct Removal {
 }
 
 impl Checkpoints {
-    /// Refers to the checkpoints in a folder of the file system. The first save creates the folder.
+    /// Returns a handle to the checkpoints in a folder of the file system. The first save creates the folder.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
 
-    /// Refers to the checkpoints in a folder of another storage.
+    /// Returns a handle to the checkpoints in a folder of another storage.
     pub fn with_storage(storage: Arc<dyn Storage>, root: impl Into<PathBuf>) -> Self {
         Self {
             storage,
@@ -243,7 +243,7 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Finds the newest good step. Skips only damaged steps (see [`Error::is_damage`]), and also returns these.
+    /// Finds the newest good step. Skips only damaged steps (see [`Error::is_damage`]), and returns them as well.
     ///
     /// # Errors
     ///

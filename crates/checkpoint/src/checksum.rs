@@ -14,7 +14,7 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
 /// The CRC-32 of each chunk of a part. The last chunk may be shorter.
 ///
-/// Serialized as one string with 8 hexadecimal digits per chunk, half the size of a list of numbers.
+/// Serialized as one string with 8 hexadecimal digits per chunk, which takes half the space of a list of numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 

@@ -16,8 +16,8 @@ use crate::step_around::parent;
 use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 
-/// Writes the model's tensors for which `write_as` returns a name into one safetensors file, each tensor whole.
-/// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
+/// Writes tensors of the model into one safetensors file, each tensor whole. `write_as` selects a tensor by returning a
+/// name for it. [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
 /// The file is written under a hidden name and renamed, so it appears complete or not at all. It gets the permissions
 /// of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
@@ -88,9 +88,10 @@ pub fn consolidate_to_file(
     })
 }
 
-/// Writes the model's tensors for which `write_as` returns a name into a folder in the format of Hugging Face models.
-/// The file is `model.safetensors`. If the tensors do not fit [`max_shard_size`](ConsolidationConfig::max_shard_size),
-/// the files are `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`.
+/// Writes tensors of the model into a folder in the format of Hugging Face models. `write_as` selects a tensor by
+/// returning a name for it. The file is `model.safetensors`. If the tensors do not fit
+/// [`max_shard_size`](ConsolidationConfig::max_shard_size), the files are `model-00001-of-00003.safetensors` and so on,
+/// with `model.safetensors.index.json`.
 ///
 /// Otherwise it works like [`consolidate_to_file`], but the whole folder is written under a hidden name and renamed.
 ///

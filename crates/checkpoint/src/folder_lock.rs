@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// A folder that is held for one save or removal.
+/// The right to change a folder during one save or removal.
 #[derive(Debug)]
 pub(crate) enum FolderLock {
     /// A lock that excludes everybody else.
@@ -28,7 +28,7 @@ pub(crate) enum FolderLock {
     Turn(Arc<RunLock>),
 }
 
-/// A folder that is held for the life of a run.
+/// A lock on a folder for the life of a run.
 #[derive(Debug)]
 pub(crate) struct RunLock {
     lock: Box<dyn Lock>,

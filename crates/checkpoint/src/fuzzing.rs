@@ -1,6 +1,6 @@
 //! The bodies of the fuzz targets. Not part of the interface.
 //!
-//! They are here so that the nightly fuzzers and the tests on stable run the same code.
+//! They are here so the nightly fuzzers and the tests on stable run the same code.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -95,7 +95,7 @@ pub struct PartEntry {
     pub bytes: Range<u64>,
     /// Elements of the tensor that the part holds.
     pub region: Region,
-    /// CRC-32 of each [`chunk_bytes`](Index::chunk_bytes) of the part.
+    /// CRC-32 of each chunk of [`chunk_bytes`](Index::chunk_bytes) bytes of the part.
     pub crc32: Checksums,
 }
 

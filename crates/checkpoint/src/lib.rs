@@ -1,4 +1,4 @@
-//! Sharded checkpoints: saved by any number of ranks, loaded by any other.
+//! Sharded checkpoints: saved by any number of ranks, loaded by any number.
 //!
 //! | word | meaning |
 //! |---|---|
@@ -6,7 +6,7 @@
 //! | part | the elements of a tensor that one rank wrote; every element is in exactly one part |
 //! | [`Region`] | some elements of a tensor: a flat range, or a box |
 //! | [`Layout`] | the distribution of a tensor over a mesh, which determines each rank's region |
-//! | [`WritePlan`], [`ReadPlan`] | the parts that each rank writes, the bytes that hold a region; pure |
+//! | [`WritePlan`], [`ReadPlan`] | the parts that each rank writes, and the bytes to read for a region; computed without I/O |
 //! | [`Index`] | the contents of each file of a step, with a checksum of every byte |
 //! | [`Staging`] | a step that is being written, in the same folder under a hidden name |
 //! | commit | the rename that makes a step visible, when all of it is synced |
@@ -16,12 +16,11 @@
 //!   another way.
 //! - [`Checkpoints`] is a folder of steps. It finds the newest and the newest good step, and removes old ones. A run
 //!   [locks](Checkpoints::acquire) it against others.
-//! - [`Step`] reads any region of any tensor, whatever ranks saved it.
+//! - [`Step`] reads any region of any tensor, regardless of the ranks that saved it.
 //! - [`consolidate_to_file`] and [`consolidate_to_folder`] convert a step to plain safetensors; [`Inspection`] shows
 //!   the contents of a step.
 //!
-//! `README.md` next to the code describes the format and the commit protocol, and explains why a step is there
-//! completely or not at all.
+//! `README.md` next to the code describes the format and the commit protocol, and explains why a commit is atomic.
 //!
 //! The crate deals with named tensors of bytes. It does not depend on Burn, devices or communication. Files are
 //! untrusted: regardless of their contents, the worst outcome is an [`Error`]. No memory is allocated beyond [`Limits`]

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use burn_fsdp_mesh::Region;
 
-/// A region as runs of elements that are contiguous in the whole tensor, in its order.
+/// A region divided into runs of elements that are contiguous in the whole tensor, in the tensor's order.
 ///
 /// All runs have the same length. A run is computed from its index, so even a region of very many runs costs no memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Runs {
     /// The first element of the first run.
     base: usize,
-    /// Elements of each run.
+    /// Number of elements in each run.
     run_len: usize,
     num_runs: usize,
     /// The dims along which runs repeat: `(count, elements from one run to the next)`.

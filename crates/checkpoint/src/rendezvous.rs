@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::BoxError;
 
-/// A rank's handle to the connection of the ranks that save together.
+/// A rank's connection to the other ranks of a save.
 ///
 /// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. For background
 /// saves, implement it over a *separate* process group, because the calls must not mix with the collectives of the
@@ -68,7 +68,7 @@ pub struct ThreadRendezvous {
 }
 
 enum Ends {
-    /// Rank 0, with a wire to every other rank, in the order of their ranks.
+    /// Rank 0, with a wire to every other rank, in rank order.
     Root(Vec<Wire>),
     /// Another rank, with a wire to rank 0.
     Leaf(Wire),

@@ -54,7 +54,7 @@ pub struct Saved {
     /// Older steps that were removed, oldest first.
     pub removed: Vec<u64>,
     /// The reason why older steps could not be removed: the error that ended the removal, or the problem with the
-    /// oldest of them. The new step is good nevertheless.
+    /// oldest remaining step. The new step is good nevertheless.
     pub removal_failure: Option<String>,
 }
 
@@ -194,7 +194,7 @@ fn failure(rank: usize, error: &Error) -> Failure {
     Failure { rank, reason }
 }
 
-/// Turns a panic into an error, so that this rank still communicates with the others.
+/// Turns a panic into an error, so this rank still communicates with the others.
 fn guarded<T>(step: u64, body: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let reason = payload

@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Size in bytes of the number at the start of a file, which is the header's length.
+/// Size in bytes of the header length, the number at the start of a file.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.

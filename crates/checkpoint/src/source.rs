@@ -83,8 +83,8 @@ impl Snapshot {
             .insert(tensor.into(), Part::Held(Box::new(bytes)));
     }
 
-    /// Adds this rank's part of a tensor, of `num_bytes` bytes. It is in memory only while it is checked or written.
-    /// `read` must return the same bytes each time.
+    /// Adds this rank's part of a tensor, of `num_bytes` bytes, without holding it in memory. `read` is called when the
+    /// part is checked or written, and must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,
@@ -105,7 +105,7 @@ impl Snapshot {
 
 impl Snapshot {
     /// Returns the name of the first tensor with an infinite or NaN element, among the tensors that the plan assigns to
-    /// this rank. It checks only tensors of 64, 32 and 16 bit floats.
+    /// this rank. It checks only tensors of 64-, 32- and 16-bit floats.
     ///
     /// Every element of a step is written by one rank, so all are finite if no rank finds one that is not.
     pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {

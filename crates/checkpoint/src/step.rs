@@ -1,4 +1,4 @@
-//! Reading a step: any region of any tensor, at any world size.
+//! Reading a step: any region of any tensor, with any number of ranks.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -136,7 +136,7 @@ impl Step {
     }
 
     /// Compares the tensors of a model with the tensors of the step, before anything is loaded. Tensors of the step for
-    /// which `is_wanted` returns false, such as optimizer state, are never unexpected.
+    /// which `is_wanted` returns false, such as optimizer state, need not be in the model.
     ///
     /// # Errors
     ///
@@ -303,8 +303,8 @@ impl Step {
         }
     }
 
-    /// Reads every byte of the step and returns all damage. For each file, this is a wrong size or header, or else each
-    /// damaged part once.
+    /// Reads every byte of the step and returns all damage. For each file, the damage is either a wrong size or header,
+    /// or each damaged part once.
     pub fn damage(&self, progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
         self.find_damage(false, progress)
     }

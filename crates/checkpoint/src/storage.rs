@@ -84,8 +84,8 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Syncs a folder; returns when its entries will survive a crash.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
 
-    /// Locks a file until the guard is dropped or the process ends, and creates the file if necessary. `None` if
-    /// somebody else holds the lock.
+    /// Locks a file until the guard is dropped or the process ends, and creates the file if necessary. Returns `None`
+    /// if somebody else holds the lock.
     fn lock(&self, path: &Path) -> io::Result<Option<Box<dyn Lock>>>;
 }
 

@@ -1,4 +1,4 @@
-//! A plan of the parts of tensors that each rank writes. Every rank makes the same plan from the same tensors.
+//! A plan of the parts of tensors that each rank writes. All ranks compute the same plan from the same tensors.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};

@@ -69,7 +69,7 @@ pub fn power(base: Element, mut exponent: u64) -> Element {
     result
 }
 
-/// Returns the inverse, by Fermat's little theorem. The inverse of zero is zero.
+/// Returns the multiplicative inverse of `a`, by Fermat's little theorem. The inverse of zero is zero.
 pub fn inverse(a: Element) -> Element {
     power(a, MODULUS - 2)
 }

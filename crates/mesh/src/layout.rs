@@ -25,7 +25,7 @@ pub enum Cut {
 }
 
 impl Cut {
-    /// Returns the number at whose multiples the elements may be cut in row-major order; `None` if dims are cut.
+    /// Returns the number whose multiples are the allowed cuts between elements; `None` if dims are cut.
     fn multiple(self) -> Option<usize> {
         match self {
             Self::Elements => Some(1),
@@ -111,7 +111,7 @@ impl Layout {
         }
     }
 
-    /// Returns the layout with flat shards along one axis of the mesh, and copies along the others.
+    /// Returns the layout with flat shards along one axis of the mesh and copies along the other axes.
     ///
     /// # Errors
     ///
@@ -134,8 +134,8 @@ impl Layout {
         })
     }
 
-    /// Returns the layout of flat shards that begin at multiples of a number, along one axis of the mesh, and copies
-    /// along the others.
+    /// Returns the layout with flat shards along one axis of the mesh and copies along the other axes. Shards begin
+    /// only at multiples of `multiple` elements.
     ///
     /// # Errors
     ///
@@ -144,7 +144,7 @@ impl Layout {
         Self::along(mesh, axis, 0, Cut::Multiples(multiple))
     }
 
-    /// Returns the layout with shards of a dim along one axis of the mesh, and copies along the others.
+    /// Returns the layout that shards dim `dim` along one axis of the mesh, with copies along the other axes.
     ///
     /// # Errors
     ///
@@ -326,8 +326,8 @@ impl fmt::Display for AxisPlacement {
 
 /// Returns the padded shape of a tensor's parts in a compiled step, which is the same on every rank.
 ///
-/// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks
-/// have fewer rows, in the sizes of [`Cut::Dims`], followed by padding.
+/// Each cut dim is divided by the number of ranks and rounded up. If a dim does not divide evenly, the last ranks have
+/// fewer rows, as with [`Cut::Dims`], followed by padding.
 pub fn local_shape(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut local = shape.to_vec();
     for placement in placements {

@@ -119,8 +119,8 @@ impl Measure {
         }
     }
 
-    /// Returns the contribution of the 32-bit floats in these bytes. The order of additions depends only on their
-    /// number. Burn divides sums over many elements among threads, so their order may differ each time.
+    /// Returns the contribution of the 32-bit floats in these bytes. The order of additions depends only on the number
+    /// of elements. Burn's own sums over many elements are divided among threads, so the order may differ each time.
     pub fn of_f32(self, bytes: &[u8]) -> f64 {
         self.of(bytes, |x| f64::from(f32::from_ne_bytes(x)))
     }
@@ -147,7 +147,7 @@ impl Measure {
         }
     }
 
-    /// Returns true if contributions are combined by their maximum, and false if by their sum.
+    /// Returns true if contributions are combined by their maximum, and false if they are summed.
     pub fn is_largest(self) -> bool {
         self == Self::Largest
     }

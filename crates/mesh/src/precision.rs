@@ -51,8 +51,8 @@ impl<T: Copy> Precision<T> {
     /// Makes parameters in modules that match one of `patterns` compute in the shards' type, for example those in
     /// normalization layers. Each pattern must match a module.
     ///
-    /// Burn has no hooks before a module's forward, so the model itself casts inputs and outputs. This form computes
-    /// the same in any type, even without sharding:
+    /// Burn has no hooks before a module's forward, so the model itself casts inputs and outputs. The following code
+    /// computes the same in any type, even without sharding:
     ///
     /// ```text
     /// let dtype = x.dtype();

@@ -33,7 +33,7 @@ pub(crate) struct Bell {
 }
 
 impl Bell {
-    /// Wakes all waiting threads so that they look for the caller's change.
+    /// Wakes all waiting threads to look for the caller's change.
     #[inline]
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);

@@ -28,7 +28,7 @@ pub struct Subgroup {
     pub members: Vec<usize>,
     /// The index of this rank among the members.
     pub rank: usize,
-    /// The deadline of a group that is a separate failure domain, with the group's number; `None` otherwise.
+    /// The group's deadline if it is a separate failure domain, whose number is the group's; `None` otherwise.
     pub isolated: Option<Duration>,
 }
 

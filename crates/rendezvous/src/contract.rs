@@ -82,7 +82,7 @@ impl OperationKind {
 }
 
 impl Role {
-    /// Returns the share of a rank, in an operation with this root.
+    /// Returns the share that `rank` sends or receives in an operation with this root.
     #[inline]
     pub fn share_of(self, rank: usize, root: Option<usize>) -> Share {
         let is_meant = match self.who {
@@ -142,7 +142,7 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
 pub struct Route {
     /// Range of bytes in the sender's source.
     pub given: Range<usize>,
-    /// Range in the receiver's buffer, for operations that do not combine.
+    /// Range of bytes in the receiver's buffer, for operations that do not combine.
     pub placed: Range<usize>,
 }
 

@@ -86,7 +86,7 @@ impl Control {
         })
     }
 
-    /// Makes a domain inside this one.
+    /// Creates a domain inside this one.
     pub fn isolate(self: &Arc<Self>, domain: u64, deadline: Duration) -> Arc<Self> {
         Arc::new(Self {
             world: self.world.clone(),

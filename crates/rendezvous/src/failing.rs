@@ -1,4 +1,4 @@
-//! Parsing a [`Fault`] from text, and failing as it specifies.
+//! Parsing a [`Fault`] from text, and triggering it.
 
 use std::str::FromStr;
 use std::time::Duration;

@@ -17,7 +17,7 @@ use std::fmt;
 pub struct Fault {
     /// The rank of the world that fails.
     pub rank: usize,
-    /// The step, as given to `ProcessGroup::begin_step`.
+    /// The step, as passed to `ProcessGroup::begin_step`.
     pub step: u64,
     /// The point of the step where the fault triggers.
     pub at: At,
@@ -61,8 +61,8 @@ pub enum How {
     /// The rank stalls far beyond every deadline.
     Stall,
     /// One bit flips. At [`At::Collective`], the bit is in the data of one of the step's first operations to which the
-    /// rank contributes data. At the other points, it is in one of the first values there. The rank continues. This
-    /// shows the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
+    /// rank contributes data. At the other points, it is in one of the first values there. The rank continues. Use it
+    /// to compare the behaviour with and without [`Check::Agreement`](crate::Check::Agreement). Not available at
     /// [`At::Forward`] and [`At::Backward`].
     Flip,
 }
@@ -106,8 +106,8 @@ impl Fault {
         self.seed % Self::MOST_PASSED
     }
 
-    /// Returns the bit that flips in `num_bytes` bytes, at least one. With seed 0 it is the first bit of the middle
-    /// byte.
+    /// Returns the index of the bit to flip in `num_bytes` bytes; `num_bytes` must be at least 1. With seed 0 it is the
+    /// first bit of the middle byte.
     pub(crate) fn bit(&self, num_bytes: usize) -> usize {
         // The factor is odd, so all bits of the seed matter.
         let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -76,7 +76,7 @@ impl Ledger {
         self.num_recorded
     }
 
-    /// Adds an operation and drops the oldest if full. Returns the number to [`settle`](Self::settle).
+    /// Adds an operation and drops the oldest if full. Returns the number to pass to [`settle`](Self::settle).
     pub(crate) fn record(&mut self, operation: Operation, bytes: usize) -> u64 {
         if self.entries.len() == Self::CAPACITY {
             self.entries.pop_front();
@@ -116,8 +116,8 @@ impl fmt::Display for Ledger {
     }
 }
 
-/// The last operations of the ranks of the world at the moment of a failure, for the ranks of this process. Cheap to
-/// clone.
+/// The last operations of the ranks of the world at the moment of a failure. Only ranks of this process have their
+/// operations listed. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct LedgerReport(Arc<[Known]>);
 

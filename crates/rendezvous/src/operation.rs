@@ -102,7 +102,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Returns the number of elements of the whole tensor. `start` has checked that their bytes can be counted.
+    /// Returns the number of elements of the whole tensor. `start` has checked that their bytes fit in a `usize`.
     #[inline]
     pub fn num_elements(&self) -> usize {
         let across = self.across.map_or(1, |across| across.num_elements());

@@ -1,4 +1,4 @@
-//! The rest of a waiting rank's deadline.
+//! The time that a waiting rank has left until its deadline.
 
 use std::time::{Duration, Instant};
 

@@ -89,8 +89,7 @@ impl RankState {
         lock(&self.ledger).settle(number, state);
     }
 
-    /// From now on, records the times of the rank's operations. `sample` returns a number to store at the end of each
-    /// span.
+    /// Starts recording the times of the rank's operations. `sample` returns a number to store at the end of each span.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         *lock(&self.recording) = Some(Recording::new(sample));
     }
@@ -155,7 +154,7 @@ impl RankState {
     }
 
     /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed. Each fault triggers
-    /// once, and never where there are no bytes.
+    /// once, and never on an empty value.
     pub fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
         let mut faults = lock(&self.faults);
         if !faults.flips_at(at) || num_bytes == 0 {

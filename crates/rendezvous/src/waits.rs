@@ -45,8 +45,8 @@ impl LongWaits {
         lock(&self.0).clone()
     }
 
-    /// Follows a wait of `rank` for `missing` to the ranks that wait for no other rank, and returns them in order.
-    /// Empty if all of them wait for each other.
+    /// Follows a wait of `rank` for `missing` to the ranks that wait for no other rank, and returns those in ascending
+    /// order. Empty if all of them wait for each other.
     pub(crate) fn ends(&self, rank: usize, missing: &[usize]) -> Vec<usize> {
         let waits = lock(&self.0);
         let mut seen = BTreeSet::from([rank]);

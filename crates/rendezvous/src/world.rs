@@ -119,8 +119,7 @@ impl World {
         if self.num_departed.load(Ordering::Acquire) == 0 {
             return None;
         }
-        // Reads `departed` first and calls `missing` second, so that everything a rank did before it departed is seen
-        // here.
+        // Reads `departed` before it calls `missing`, so everything a rank did before it departed is seen here.
         let departed: Vec<_> = self
             .departed
             .iter()

@@ -1,8 +1,8 @@
 //! Combining the tensors of several ranks into one, element by element.
 //!
-//! The result is computed block by block, so that the accumulator stays in the fastest cache. Within a block it is
-//! computed rank by rank, so that every pass is a plain loop over slices. The result of an element does not depend on
-//! the blocks or on the threads that share them.
+//! The result is computed block by block, which keeps the accumulator in the fastest cache. Within a block it is
+//! computed rank by rank, so every pass is a plain loop over slices. The result of an element does not depend on the
+//! blocks or on the threads that share them.
 
 use std::borrow::Cow;
 
@@ -101,7 +101,7 @@ pub fn reduce_and_read(
 /// Combines the addends, one byte slice of `input` elements per rank in rank order, into `out`. `out` must be aligned
 /// for its elements and have the same number of elements.
 ///
-/// [`Reduction::objection`] must return none for the types.
+/// [`Reduction::objection`] must return `None` for `input`.
 pub fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]], out: &mut [u8]) {
     use ElementType::*;
     let recipe = Recipe::new(reduction, addends.len());
@@ -348,7 +348,7 @@ macro_rules! wide_integer {
     };
 }
 
-/// Implements the traits for a type that is accumulated in itself.
+/// Implements the traits for a type whose results are accumulated in the same type.
 macro_rules! itself {
     ($own:ty) => {
         impl Element for $own {

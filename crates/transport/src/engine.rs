@@ -65,9 +65,9 @@ pub struct Request {
 /// An event that a rank waits for after all claims on an operation have arrived. The events happen in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Awaited {
-    /// The bytes that this rank receives, or the work that produces them in the queue of a device.
+    /// The bytes for this rank have arrived, or the work that produces them is in the queue of a device.
     Result,
-    /// The end of all use of this rank's sources: no peer reads them any more, and the engine has dropped them.
+    /// This rank's sources are no longer used: no peer reads them any more, and the engine has dropped them.
     Release,
 }
 

@@ -11,10 +11,10 @@ use burn_fsdp_rendezvous::lock;
 /// A pool that lends [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are the
 /// same pool.
 ///
-/// Large memory fresh from the system costs a page fault for every 4 KiB at its first use. This takes longer than the
-/// transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the same size. Used
-/// and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that peak, the
-/// memory kept longest is returned to the system.
+/// Large memory that is fresh from the system costs a page fault per 4 KiB when it is first used. The faults take
+/// longer than the transfer into it. The pool therefore keeps the memory of dropped buffers for the next buffer of the
+/// same size. Used and kept memory together never exceed the peak of the memory in use. Where keeping would exceed that
+/// peak, the memory kept longest is returned to the system.
 #[derive(Clone, Default)]
 pub struct BufferPool(Arc<Mutex<Books>>);
 
@@ -227,7 +227,7 @@ impl Buffer {
         }
     }
 
-    /// Returns the bytes to be written, if they are in host memory and from a pool.
+    /// Returns the bytes for writing, if they are in host memory and from a pool.
     #[inline]
     pub fn host_mut(&mut self) -> Option<&mut [u8]> {
         match &mut self.0 {

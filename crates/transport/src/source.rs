@@ -19,24 +19,24 @@ pub struct Source {
 
 #[derive(Clone)]
 enum Owner {
-    /// Not wrapped in a payload, which would cost an allocation for each part of each operation.
+    /// Host memory, not wrapped in a payload because that would cost an allocation for each part of each operation.
     Host(Arc<dyn AsRef<[u8]> + Send + Sync>),
     Payload(Arc<dyn Payload>),
 }
 
 impl Source {
-    /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`, in host memory.
+    /// Creates a source from the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`, in host memory.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         Self::from_arc(Arc::new(owner))
     }
 
-    /// Makes a source of the bytes of an owner that is already shared, in host memory.
+    /// Creates a source from the bytes of an owner that is already shared, in host memory.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         let owner = Owner::Host(owner);
         Self { owner, seal: None }
     }
 
-    /// Makes a source of bytes in any memory that the group's engine accepts.
+    /// Creates a source from bytes in any memory that the group's engine accepts.
     pub fn of(payload: Arc<dyn Payload>) -> Self {
         let owner = Owner::Payload(payload);
         Self { owner, seal: None }

@@ -16,7 +16,7 @@ pub(crate) struct Course<M: LearnerModel> {
     pub(crate) epochs: RangeInclusive<usize>,
     /// Number of batches that each rank accumulates per optimizer step, if it accumulates.
     pub(crate) accumulation: Option<usize>,
-    /// True if epochs may be saved.
+    /// True if epochs may be saved as checkpoints.
     pub(crate) saves: bool,
     /// The number of items in an epoch, over all ranks.
     pub(crate) items: usize,

@@ -40,7 +40,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// count. Gradients are averaged by the number of items that the loaders have read for them. A step is then the mean
 /// over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items back is counted by
 /// the items it reads, not by those it returns.) Validation is also divided, and every item is counted once. A metric
-/// that counts batches instead of rows, such as Burn's `LossMetric`, counts each rank's.
+/// that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every rank.
 ///
 /// # Differences
 ///
@@ -50,7 +50,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - The training's `gradient_checkpointing` has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
 /// - Each rank has its own running statistics (batch normalization), from its rows; rank 0's are saved and returned.
-/// - A policy that ignores trained modules is rejected, because each rank would have its own.
+/// - A policy that ignores trained modules is rejected, because each rank would train its own copy.
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
@@ -64,11 +64,10 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// that the eager engine needs while it uses them. If Burn has not initialized the parameters of a model yet (as
 /// `LinearConfig::init` returns them), they are initialized one at a time on rank 0, and divided. If a model is
 /// initialized, its values are freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's
-/// own files of the whole model and optimizer. Any number of ranks can continue from them, and so can Burn without
-/// sharding. Rank 0 gathers them tensor by tensor into files of a [scratch](Self::scratch) folder, from which Burn's
-/// checkpointers write. It also reads and divides them tensor by tensor when a training run resumes. So rank 0 briefly
-/// holds a few copies of one whole parameter, or of its state. (This holds on the CPU backend. If the program's default
-/// device is another, a checkpoint is read there as a whole.)
+/// own files of the whole model and optimizer. Rank 0 gathers them tensor by tensor into files of a
+/// [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also reads and divides them tensor by
+/// tensor when a training run resumes. So rank 0 briefly holds a few copies of one whole parameter, or of its state.
+/// (This holds on the CPU backend. If the program's default device is another, a checkpoint is read there as a whole.)
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
 /// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
@@ -168,8 +167,8 @@ impl FullySharded {
         })
     }
 
-    /// Sets the units, and the rest of the sharding policy. The mesh has only one axis, so a policy with a replicate
-    /// axis is rejected.
+    /// Sets the sharding policy, including the units. The mesh has only one axis, so a policy with a replicate axis is
+    /// rejected.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
@@ -210,9 +209,9 @@ impl FullySharded {
     ///
     /// # Errors
     ///
-    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not
-    /// fit the model; ranks that are processes. An error that ends Burn's own loop (a loader, a metric, a file) is in
-    /// [`LearningResult::error`](burn::train::LearningResult), as without sharding.
+    /// A rank that failed; an optimizer that needs whole tensors although the policy divides them; a policy that does
+    /// not fit the model; ranks that are processes. An error that ends Burn's own loop (a loader, a metric, a file) is
+    /// in [`LearningResult::error`](burn::train::LearningResult), as without sharding.
     pub fn launch<M: LearnerModel>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -227,7 +226,7 @@ impl FullySharded {
 
     /// Works like [`launch`](Self::launch), but passes each rank's shards of the trained model to `end` instead of
     /// returning the whole model. For example, `end` can [save](crate::save()) it, generate from it, or do nothing.
-    /// Returns the ranks' results, in their order.
+    /// Returns the ranks' results, in rank order.
     ///
     /// `end` gets the ranks of the training, with one shard axis, the model, and the optimizer with the state of the
     /// rank's shards. The model is in training mode and has the whole model's type. All ranks call `end` at the same
@@ -303,10 +302,12 @@ impl FullySharded {
     /// # Errors
     ///
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks.
-    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] with the text of
-    /// [`Error::OtherTraining`] if a process is about to run a different training; of `OptimizersDiffer` or
-    /// `Disagreement`, errors of sharding, if its optimizer or an integer parameter differs; or of the error for an
-    /// output that [`Portable::unpack`] rejects.
+    /// [`LaunchError::Again`] for a second training run of the same processes. [`LaunchError::Failed`] has the text of
+    /// another error:
+    ///
+    /// - [`Error::OtherTraining`] if a process is about to run a different training;
+    /// - `OptimizersDiffer` or `Disagreement`, errors of sharding, if an optimizer or an integer parameter differs;
+    /// - the error for an output that [`Portable::unpack`] rejects.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::Error;
 
-/// Sends a message to all ranks, and returns each rank's message, in the order of ranks.
+/// Sends a message to all ranks, and returns each rank's message, in rank order.
 ///
 /// Collective.
 pub(crate) fn exchanged<T: Serialize + DeserializeOwned>(

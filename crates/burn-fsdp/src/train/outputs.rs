@@ -1,4 +1,4 @@
-//! The outputs of steps in transit to rank 0, which shows them to the metrics.
+//! The outputs of steps in transit to rank 0, which passes them to the metrics.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -133,7 +133,7 @@ impl<O> Channel<O> {
         Ok(())
     }
 
-    /// Takes one output of each rank that has one, in the order of ranks.
+    /// Takes one output of each rank that has one, in rank order.
     pub(crate) fn take(&self) -> impl Iterator<Item = TrainingItem<O>> {
         let arrived = self.arrived.iter();
         arrived.filter_map(|items| held(items).pop_front())

@@ -45,7 +45,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) lead: Option<Lead<M>>,
 }
 
-/// Trains on one rank, and returns the model in shards and the optimizer for them.
+/// Trains on one rank. Returns the sharded model and its optimizer.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(
@@ -67,7 +67,7 @@ pub(crate) fn train<M: LearnerModel>(
     let weighted = weight.clone();
     let by_items = move |_: &str, gradient: Tensor<1>| match weighted.get() {
         1.0 => gradient,
-        // Zeros, even if the gradient of the batch that does not count is not finite.
+        // Zeros, even if the uncounted batch has a gradient that is not finite.
         0.0 => gradient.zeros_like(),
         weight => gradient.mul_scalar(weight),
     };

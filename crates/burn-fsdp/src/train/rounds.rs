@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::train::notes::exchanged;
 use crate::train::stop::Stop;
 
-/// A rank's part of a loader's items, and all items, from which a rank without items left takes a batch.
+/// A rank's part of a loader's items, and the loader of all items, from which a rank that has run out takes a batch.
 pub(crate) struct Share<I> {
     pub(crate) own: Arc<dyn DataLoader<I>>,
     pub(crate) all: Arc<dyn DataLoader<I>>,
@@ -52,8 +52,8 @@ pub(crate) struct Round<I> {
     pub(crate) batch: I,
     /// True if the batch is this rank's own; false if the rank processes it only so that others can continue.
     pub(crate) counts: bool,
-    /// The factor of this rank's gradient that turns the mean over ranks into the mean over items. It is 1 if all ranks
-    /// have the same number of items.
+    /// The factor for this rank's gradient that turns the mean over ranks into the mean over items. It is 1 if all
+    /// ranks have the same number of items.
     pub(crate) weight: f64,
     /// True if no rank has a batch after this one.
     pub(crate) is_last: bool,
@@ -172,7 +172,7 @@ struct Note {
     own: Own,
 }
 
-/// A rank's own state before a round, for the other ranks.
+/// A rank's own state before a round, as sent to the other ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,

@@ -28,7 +28,7 @@ const LOCK: &str = "lock";
 /// Prefix of the folders' names.
 const PREFIX: &str = "burn-fsdp-";
 
-/// Minimum age of a free lock that counts as left behind; a younger one may be about to be taken.
+/// Minimum age at which a free lock counts as left behind; a younger one may be about to be taken.
 const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {

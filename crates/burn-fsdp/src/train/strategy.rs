@@ -35,7 +35,7 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
     left: Left<T>,
 }
 
-/// The ranks' results, in their order, once all have ended.
+/// The ranks' results, in rank order, once all have ended.
 pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
 
 /// The results of a training run.
@@ -243,8 +243,8 @@ impl<M: LearnerModel> Whole<M> {
     }
 }
 
-/// A mapper that keeps uninitialized parameters lazy wherever the module moves. Among clones that share them, the first
-/// that moves would otherwise initialize all.
+/// A mapper that keeps uninitialized parameters lazy when the module moves. Otherwise, the first of several clones to
+/// move would initialize the parameters for all.
 struct Apart;
 
 impl ModuleMapper for Apart {

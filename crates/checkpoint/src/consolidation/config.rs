@@ -46,7 +46,7 @@ impl Default for ConsolidationConfig {
 pub struct PlainTensor {
     /// Name of the tensor in the output.
     pub name: String,
-    /// True if the two dims are swapped, as between the linear weights of Burn, `[in, out]`, and of PyTorch.
+    /// True to swap the two dims: linear weights are `[in, out]` in Burn and `[out, in]` in PyTorch.
     pub is_transposed: bool,
 }
 

@@ -68,7 +68,7 @@ pub(super) fn write_folder(
     Ok(names)
 }
 
-/// Writes whole tensors into one file, widest elements first, which aligns all of them.
+/// Writes whole tensors into one file, widest elements first, which aligns every tensor.
 pub(super) fn write_file(
     step: &Step,
     path: &Path,

@@ -5,8 +5,8 @@ use std::ops::Range;
 use burn_fsdp_rendezvous::{AlteredPart, Checks, Signature, checksum};
 use burn_fsdp_transport::{Buffer, Source};
 
-/// Returns the checksums of the bytes that a rank sends to each rank of a group. If `trusts_seals` is true, a source
-/// that is sent whole uses the checksum of its seal. Otherwise all bytes are read.
+/// Returns the checksums of the bytes that a rank sends to each rank of a group. If `trusts_seals` is true, the
+/// checksum of a source that is sent whole comes from its seal. Otherwise all bytes are read.
 pub(super) fn of_given(
     signature: &Signature,
     (rank, size): (usize, usize),

@@ -17,10 +17,10 @@ use burn_fsdp_transport::{Buffer, Source};
 /// parts, reduction and root. Only the contents of the sources and the notes may differ between ranks. A note is a few
 /// bytes that the operation sends to every rank; it may be empty.
 ///
-/// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. This
-/// rank has then not taken part and may call again. Starting fails with [`Error::PeerFailed`] if a rank of the world
-/// has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists
-/// the errors of waiting.
+/// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. In
+/// that case, this rank has not taken part and may call again. Starting fails with [`Error::PeerFailed`] if a rank of
+/// the world has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered.
+/// [`Pending::wait`] lists the errors of waiting.
 impl ProcessGroup {
     /// Gathers full tensors on every rank. Each rank holds a shard of them.
     ///
@@ -338,7 +338,7 @@ impl ProcessGroup {
         self.start_all_to_all(label, note, parts, into)?.wait()
     }
 
-    /// Announces that this rank has arrived. Waiting on the handle waits for all ranks to arrive.
+    /// Announces that this rank has arrived. To wait for all ranks to arrive, wait on the returned handle.
     ///
     /// # Errors
     ///

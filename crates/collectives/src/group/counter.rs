@@ -24,7 +24,7 @@ pub struct CommCounter {
 }
 
 impl CommCounter {
-    /// Starts counting. Pass each group once: a clone is the same group.
+    /// Starts counting. Pass each group only once; a clone counts as the same group.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a ProcessGroup>) -> Self {
         let groups = groups.into_iter();
         Self {
@@ -41,14 +41,15 @@ impl CommCounter {
         }
     }
 
-    /// Returns the operations since the start of the count, on all groups together.
+    /// Returns the counts of the operations since counting started, summed over all groups.
     pub fn counts(&self) -> OperationCounts {
         self.by_group()
             .map(|(_, counts)| counts)
             .fold(OperationCounts::default(), |sum, counts| sum + counts)
     }
 
-    /// Returns the operations since the start of the count on each group, in the order passed to [`new`](Self::new).
+    /// Returns each group with the counts of its operations since counting started, in the order passed to
+    /// [`new`](Self::new).
     pub fn by_group(&self) -> impl Iterator<Item = (&ProcessGroup, OperationCounts)> {
         let since =
             |(group, before): &'_ (ProcessGroup, OperationCounts)| group.counts().since(before);

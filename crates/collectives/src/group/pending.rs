@@ -68,8 +68,8 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`]. It returns at most a
-    /// tenth of the group's deadline after the deadline, plus the time of the transfer.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`]. It returns after at most
+    /// 1.1 times the group's deadline, plus the time of the transfer.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive();
@@ -103,7 +103,7 @@ impl<T> Pending<T> {
     /// Discards the operation: this rank does not need the result.
     pub fn discard(self) {}
 
-    /// Waits for the claims of all ranks, checks that they agree, and receives, for any engine.
+    /// Waits for the claims of all ranks, checks that they agree, and receives the result, for any engine.
     fn receive(&mut self) -> Result<Received, Error> {
         self.meet()?;
         self.compare()?;
@@ -196,7 +196,7 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// Compares the received bytes with the checksums that the other ranks have announced, if ranks compare bytes, and
+    /// If ranks compare bytes, checks the received bytes against the checksums that the other ranks have announced, and
     /// seals them.
     fn verify(&mut self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
         let Some(replicas) = &self.peers.replicas else {
@@ -379,7 +379,7 @@ impl<T> fmt::Debug for Pending<T> {
 /// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
-    /// This rank's number in the group, and then in the world.
+    /// This rank's number in the group. `world_rank` is its number in the world.
     pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     /// The name of the engine.

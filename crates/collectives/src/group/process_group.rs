@@ -79,9 +79,9 @@ impl ProcessGroup {
         self.0.engine.name()
     }
 
-    /// Returns true if the group's engine moves bytes while its ranks compute, so that an operation started early
-    /// overlaps with computation. Ranks that are threads of one process move bytes while they wait. There, starting
-    /// early costs memory and saves nothing.
+    /// Returns true if the group's engine moves bytes while its ranks compute, so an operation started early overlaps
+    /// with computation. Ranks that are threads of one process move bytes while they wait. There, starting early costs
+    /// memory and saves nothing.
     pub fn overlaps(&self) -> bool {
         self.0.engine.overlaps()
     }
@@ -127,13 +127,13 @@ impl ProcessGroup {
         lock(&self.0.progress).counts
     }
 
-    /// Returns this rank's last operations on any group.
+    /// Returns this rank's last operations, on all its groups.
     pub fn ledger(&self) -> Ledger {
         self.0.state.ledger()
     }
 
-    /// From now on, records the times of this rank's operations on any group. `sample` returns a number to store at the
-    /// end of each span, such as the live bytes. It must not start an operation.
+    /// Starts recording the times of this rank's operations, on all its groups. `sample` returns a number to store at
+    /// the end of each span, such as the live bytes. It must not start an operation.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
         self.0.state.start_recording(sample);
     }
@@ -160,12 +160,12 @@ impl ProcessGroup {
         self.0.state.set_fault(fault);
     }
 
-    /// Marks the beginning of a step on this rank. Faults and seals refer to this number.
+    /// Marks the beginning of a step on this rank. Faults and seals refer to the step's number.
     pub fn begin_step(&self, step: u64) {
         self.0.state.begin_step(step);
     }
 
-    /// Triggers an armed fault at this point.
+    /// Triggers a fault if one is armed for this point.
     ///
     /// # Errors
     ///
@@ -173,12 +173,12 @@ impl ProcessGroup {
     ///
     /// # Panics
     ///
-    /// If a fault of kind `panic` is armed for them.
+    /// If a fault of kind `panic` is armed for this rank, step and place.
     pub fn fault_point(&self, at: At) -> Result<(), Error> {
         self.0.state.fault_point(at)
     }
 
-    /// Returns true if a bit is to flip at this point in this step. Callers can otherwise skip a costly search for the
+    /// Returns true if a bit is to flip at this point in this step. If not, callers can skip a costly search for the
     /// bit.
     pub fn awaits_flip(&self, at: At) -> bool {
         self.0.state.awaits_flip(at)

@@ -15,7 +15,7 @@ pub struct Received {
     pub notes: Vec<Vec<u8>>,
     /// The seal of each buffer if ranks compare bytes; otherwise empty.
     pub seals: Vec<Seal>,
-    /// The end of the work that fills the buffers, if they are in device memory. That work is only enqueued. Work on
-    /// the device that reads the buffers must wait for this fence.
+    /// The fence behind the enqueued work that fills the buffers, if they are in device memory. Work on the device that
+    /// reads the buffers must wait for it.
     pub fence: Option<Arc<dyn Fence>>,
 }

@@ -9,7 +9,7 @@ use burn_fsdp_transport::Engine;
 
 impl ProcessGroup {
     /// Divides the group. Ranks that pass the same `color` form a new group, ordered by `key`, and by their rank in
-    /// this group where keys are equal. Collective; `name` must be the same on all ranks, even for different colors.
+    /// this group if keys are equal. Collective; `name` must be the same on all ranks, even for different colors.
     ///
     /// # Errors
     ///
@@ -32,10 +32,10 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None, |engine, _| engine))
     }
 
-    /// Creates a group of the same ranks that fails independently. It fails on a mismatch, when a rank leaves, or when
-    /// a rank does not arrive within `deadline`. This ends only the operations of this group and of groups
-    /// [`split`](Self::split) off it. The parent group continues. Use an isolated group for work in parallel to the
-    /// main work, such as checkpoints written in the background. A slow disk then costs a checkpoint, not the run.
+    /// Creates a group of the same ranks that fails independently. A mismatch, a rank that leaves, or a rank that does
+    /// not arrive within `deadline` ends only the operations of this group and of groups [`split`](Self::split) off it.
+    /// The parent group continues. Use an isolated group for work in parallel to the main work, such as checkpoints
+    /// written in the background. A slow disk then costs a checkpoint, not the run.
     ///
     /// There is no isolation in the other direction: this group fails when the world or an isolated group that it was
     /// created from fails.
@@ -80,7 +80,7 @@ impl ProcessGroup {
     /// to the first. A program can thus replace some collectives, such as the all-gathers of a module that is sharded
     /// over the group.
     ///
-    /// Groups [split](Self::split) off the new group are also on the engine. Collective; the names of group and engine
+    /// Groups [split](Self::split) off the new group also use that engine. Collective; the names of group and engine
     /// must be the same on all ranks.
     ///
     /// # Errors
@@ -115,8 +115,8 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// Creates a group of these ranks of this group, in this order, which all ranks already know. Collective; ranks
-    /// that are not members create other groups.
+    /// Creates a group of these ranks of this group, in this order. All ranks already know the members. Collective;
+    /// ranks that are not members create other groups.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,

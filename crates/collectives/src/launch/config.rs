@@ -47,8 +47,8 @@ impl LaunchConfig {
     }
 
     /// Sets the time that a rank waits for its peers in one operation before it gives up. The default is 10 minutes.
-    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of it. Groups that
-    /// do other kinds of work, such as checkpoints, may have their own deadline: see
+    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of the deadline.
+    /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -79,8 +79,8 @@ impl LaunchConfig {
         self
     }
 
-    /// Omits the second worker of a rank with one compute thread, which would occasionally take part in a kernel. Only
-    /// for a body that spawns nothing on rayon: it would wait for spawned work forever.
+    /// Omits the second worker of a rank with one compute thread, which would occasionally take part in a kernel. Use
+    /// it only if the body spawns nothing on rayon; otherwise the body would wait for spawned work forever.
     #[must_use]
     pub fn without_background(mut self) -> Self {
         self.has_background = false;
@@ -113,7 +113,7 @@ impl LaunchConfig {
         self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
     }
 
-    /// Like [`num_threads`](Self::num_threads), with this value of the variable.
+    /// Like [`num_threads`](Self::num_threads), with this value of `RAYON_NUM_THREADS`.
     fn num_threads_in(
         &self,
         ranks_here: usize,

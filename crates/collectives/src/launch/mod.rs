@@ -35,9 +35,9 @@ use crate::group::ProcessGroup;
 ///
 /// A launcher that has started a single process is ignored, unless `BURN_FSDP_ENGINE` is `mpi`. If another launcher,
 /// such as `torchrun`, has started several processes, they would not find each other. The launch then fails with
-/// [`LaunchError::OtherLauncher`], unless `BURN_FSDP_ENGINE` is set. Processes need the feature `mpi`: without it,
-/// [`LaunchError::NoMpi`]. The number of ranks must equal the number of processes: [`LaunchError::OtherSize`].
-/// Processes can be launched only once: [`LaunchError::Again`].
+/// [`LaunchError::OtherLauncher`], unless `BURN_FSDP_ENGINE` is set. Processes need the feature `mpi`
+/// ([`LaunchError::NoMpi`]) and as many ranks as there are processes ([`LaunchError::OtherSize`]). They can be launched
+/// only once ([`LaunchError::Again`]).
 ///
 /// # Failures
 ///

@@ -38,7 +38,7 @@ where
         processes: processes_found,
         launcher: processes.launcher.to_owned(),
     };
-    // Before MPI begins, so that the launcher does not report a separate error.
+    // Before MPI begins, so the launcher does not report a separate error.
     if config.ranks != processes.size {
         return Err(other_size(processes.size));
     }
@@ -111,8 +111,9 @@ where
     }
 }
 
-/// Waits until all ranks have ended, and returns true if none has failed. After a failure they have the grace period.
-/// This lets each rank report its view before the launcher ends them all, and no rank waits for a process that is gone.
+/// Waits until all ranks have ended, and returns true if none has failed. After a failure, it waits at most the grace
+/// period. This lets each rank report its view before the launcher ends them all, and no rank waits for a process that
+/// is gone.
 fn part(config: &LaunchConfig, control: &Control) -> bool {
     let world = control.world();
     let over = world.wait_for(Duration::MAX, || {

@@ -66,7 +66,7 @@ impl LocalFlight {
                 self.findings.results = results.collect();
             }
             (_, None) => {
-                // Each rank begins with its own source, so the ranks read from different places at any time.
+                // Each rank begins with its own source, so at any moment the ranks read from different places.
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
@@ -107,7 +107,7 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Returns true if this rank has announced checksums, which all ranks then do.
+    /// Returns true if this rank has announced checksums. Either all ranks do or none.
     fn compares(&self) -> bool {
         !self.round.claim(self.rank).checks.given.is_empty()
     }
@@ -170,7 +170,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// Marks this rank as done reading. It must have dropped everything that it took from the round.
+    /// Marks this rank as done reading. The rank must have dropped everything that it took from the round.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;

@@ -94,8 +94,8 @@ impl Round {
     }
 
     /// Marks a rank as done reading. The caller must have dropped everything that it took from
-    /// [`sources`](Self::sources) and [`slice`](Self::slice). The last rank empties the round. Returns true for that
-    /// rank.
+    /// [`sources`](Self::sources) and [`slice`](Self::slice). If the rank is the last, empties the round and returns
+    /// true.
     pub(super) fn finish(&self, rank: usize) -> bool {
         self.seats[rank].finished.store(true, Ordering::Release);
         if self.num_finished.fetch_add(1, Ordering::AcqRel) + 1 < self.seats.len() {

@@ -34,8 +34,8 @@ pub(super) fn copy_all(
 
 /// Fills each buffer with the result of a reduction in which every rank has combined a slice.
 ///
-/// Begins with the slice of rank `first`. If every rank begins with its own slice, they read from different places at
-/// any time. Returns the checksums of each buffer if `reads` is true.
+/// Begins with the slice of rank `first`. If every rank begins with its own slice, the ranks read from different places
+/// at any moment. Returns the checksums of each buffer if `reads` is true.
 pub(super) fn join(
     reduction: &Reduction,
     extents: &[Extent],

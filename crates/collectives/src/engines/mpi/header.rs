@@ -26,7 +26,7 @@ const ELEMENTS: [ElementType; 12] = [
 
 const OPS: [ReduceOp; 4] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min];
 
-/// Encodes `None`.
+/// The encoding of `None`.
 const NONE: u64 = u64::MAX;
 
 /// A message between processes.
@@ -258,7 +258,7 @@ impl<'a> Reader<'a> {
 
     fn indices(&mut self) -> Option<Vec<usize>> {
         let len = self.index()?;
-        // Each element takes the bytes of a word, so a length that is too large allocates nothing.
+        // Each element consumes a word of the input, so an excessive length allocates nothing.
         (0..len).map(|_| self.index()).collect()
     }
 

@@ -70,14 +70,14 @@ impl Landing {
         }
     }
 
-    /// Lets `fill` write the buffers, once all transfers into them are complete.
+    /// Passes the buffers to `fill`. Call it only when all transfers into them are complete.
     pub(super) fn fill(&self, fill: impl FnOnce(&mut [Buffer])) {
         if let Some(buffers) = lock(&self.buffers).as_mut() {
             fill(buffers);
         }
     }
 
-    /// Returns the buffers, once all transfers into them are complete.
+    /// Returns the buffers. Call it only when all transfers into them are complete.
     pub(super) fn take(&self) -> Vec<Buffer> {
         lock(&self.buffers).take().unwrap_or_default()
     }

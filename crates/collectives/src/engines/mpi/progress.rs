@@ -16,8 +16,8 @@ use burn_fsdp_transport::Source;
 /// sleeps between polls.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// The same limit while the rank computes. It is short because polling may take the rank's core, but covers a rank that
-/// has started an operation and is about to wait.
+/// The same limit while the rank computes. It is short because polling may take the rank's core, but long enough for a
+/// rank that has started an operation and is about to wait.
 const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
 /// The sleep between two polls while operations are in progress.

@@ -22,8 +22,8 @@ pub(super) struct Shared {
     /// True once the other ranks' data has arrived.
     result: AtomicBool,
     /// True once a thread has started to add this rank's share: to copy it next to the others' data or to combine it
-    /// with them. MPI's thread only does so before it sets `result`, and has then finished. The rank's thread may start
-    /// at any time.
+    /// with them. MPI's thread starts and finishes this before it sets `result`. The rank's thread may start at any
+    /// time.
     is_completed: AtomicBool,
     /// Ranks that have received all of this rank's bytes.
     given: Vec<AtomicBool>,

@@ -22,7 +22,7 @@ use mpi::{Threading, ffi};
 use super::landing::Landing;
 use burn_fsdp_transport::{BufferPool, Source};
 
-/// The maximum number of bytes in one message: MPI counts in `int`.
+/// The maximum number of bytes in one message, because MPI counts in `int`.
 const MOST_BYTES: usize = 1 << 30;
 
 /// The tag of headers. Data uses the tags from [`FIRST_DATA_TAG`] on.
@@ -144,7 +144,7 @@ impl Wire {
         self.send_piece(&header, range, to, HEADER_TAG)
     }
 
-    /// Sends some bytes of a source, in as many messages as necessary.
+    /// Sends a range of a source's bytes, in as many messages as necessary.
     pub(super) fn send(
         &self,
         source: &Source,
