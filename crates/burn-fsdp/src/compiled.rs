@@ -1,10 +1,9 @@
 //! Compiled steps in the checkpoints of sharded training runs. A run may begin with the eager engine and continue
-//! compiled, or vice versa, on any number of ranks.
+//! compiled, or vice versa, on any number of ranks and any backend.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use burn::backend::Flex;
 use burn::module::Module;
 use burn::tensor::TensorData;
 use burn_fsdp_checkpoint::{
@@ -14,7 +13,7 @@ use burn_fsdp_checkpoint::{
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{LocalPart, LocalTensor, load_local_state, local_state};
 use burn_fsdp_spmd::trace::ParameterSpec;
-use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
+use burn_fsdp_spmd::{BackendIr, Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
 use burn_pack::Scalar;
 
 use crate::dtype::{burn_dtype, dtype_of};
@@ -26,7 +25,7 @@ use crate::snapshot::{Elements, TrainingSnapshot};
 use crate::tied::{self, Names};
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does for a sharded model and its
-/// optimizer, in the same form: either engine can continue from it. `mesh` contains all ranks that save, and `axis` is
+/// optimizer, in the same form: either engine can continue from it, on any backend. `mesh` contains all ranks that save, and `axis` is
 /// its axis for the step's group. A step with placements has its own mesh, and `mesh` must have axes of the same names.
 ///
 /// Not collective, but all ranks must take their snapshots at the same point. Buffers that differ between ranks, such
@@ -35,8 +34,8 @@ use crate::tied::{self, Names};
 /// # Errors
 ///
 /// A tensor whose type checkpoints do not support.
-pub fn snapshot_compiled<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+pub fn snapshot_compiled<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     mesh: &Mesh,
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
@@ -53,8 +52,8 @@ pub fn snapshot_compiled<B: Batch, O>(
 /// # Errors
 ///
 /// As [`snapshot_compiled`].
-pub fn snapshot_compiled_matching<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+pub fn snapshot_compiled_matching<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     mesh: &Mesh,
     axis: &str,
     is_wanted: impl Fn(&str) -> bool,
@@ -150,8 +149,8 @@ fn state_spec(
 
 /// Converts a layout on a step's mesh to one on a checkpoint's mesh. If the step has only one axis, it is `axis` in the
 /// checkpoint, whatever its name in the step.
-fn layout_of<B: Batch, O>(
-    step: &CompiledStep<B, Flex, O>,
+fn layout_of<B: Batch, Be: BackendIr, O>(
+    step: &CompiledStep<B, Be, O>,
     held: &Layout,
     (mesh, axis): (&Mesh, &str),
 ) -> Result<Layout, CheckpointError> {
@@ -211,8 +210,8 @@ fn regions_of(
 ///
 /// Tensors of the model that the saved step lacks or has in a different shape; tensors of the saved step that the model
 /// lacks; damage; states that do not fit the optimizer, or that are incomplete. On an error, nothing is changed.
-pub fn restore_compiled<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+pub fn restore_compiled<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     saved: &Step,
 ) -> Result<(), CheckpointError> {
     restore_compiled_matching(step, saved, |_| true)
@@ -227,8 +226,8 @@ pub fn restore_compiled<B: Batch, O>(
 /// # Errors
 ///
 /// As [`restore_compiled`], for the wanted tensors, and for every state of the optimizer.
-pub fn restore_compiled_matching<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+pub fn restore_compiled_matching<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     saved: &Step,
     is_wanted: impl Fn(&str) -> bool,
 ) -> Result<(), CheckpointError> {
@@ -279,8 +278,8 @@ struct States {
 }
 
 /// Reads the optimizer's states from a step on disk.
-fn states_of<B: Batch, O>(
-    step: &CompiledStep<B, Flex, O>,
+fn states_of<B: Batch, Be: BackendIr, O>(
+    step: &CompiledStep<B, Be, O>,
     saved: &Step,
 ) -> Result<States, CheckpointError> {
     let specs = step.parameters();
@@ -397,8 +396,8 @@ impl Place {
     }
 
     /// Returns the place of a tensor that is laid out like a parameter.
-    fn of<B: Batch, O>(
-        step: &CompiledStep<B, Flex, O>,
+    fn of<B: Batch, Be: BackendIr, O>(
+        step: &CompiledStep<B, Be, O>,
         path: &str,
         shape: &[usize],
     ) -> Result<Self, CheckpointError> {
@@ -427,9 +426,9 @@ impl Place {
 ///
 /// A path that the step lacks; a failed collective, after which other copies of the model may have some of the new
 /// values.
-pub fn load_compiled<M: Module, B: Batch, O>(
+pub fn load_compiled<M: Module, B: Batch, Be: BackendIr, O>(
     mut model: M,
-    step: &mut CompiledStep<B, Flex, O>,
+    step: &mut CompiledStep<B, Be, O>,
 ) -> Result<M, CheckpointError> {
     let tensors = local_state(&model)?;
     // All ranks must form the same groups, so a group's size is the sum of the largest parts of its tensors: a rank's
@@ -462,8 +461,8 @@ pub fn load_compiled<M: Module, B: Batch, O>(
 
 /// Returns the bytes of this rank's part of a tensor, from a compiled step; `None` for a tensor that is not a
 /// float.
-fn part_of<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+fn part_of<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     tensor: &LocalTensor,
 ) -> Result<Option<Vec<u8>>, CheckpointError> {
     if !tensor.dtype.is_float() {

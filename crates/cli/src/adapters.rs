@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use burn::backend::Flex;
 use burn::module::{Lora, Module, ParamGroup};
 use burn_fsdp::compile::{Batch, CompiledStep};
 use burn_fsdp::internals::checkpoint::TrainingState;
+use burn_fsdp::internals::compile::BackendIr;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
@@ -88,9 +88,9 @@ impl Adapters {
     }
 
     /// Describes the adapters of a compiled step whose frozen weights are loaded. Collective.
-    pub(crate) fn of_compiled<B: Batch, O>(
+    pub(crate) fn of_compiled<B: Batch, Be: BackendIr, O>(
         sizes: AdapterSizes,
-        step: &mut CompiledStep<B, Flex, O>,
+        step: &mut CompiledStep<B, Be, O>,
         mesh: &ProcessMesh,
     ) -> Result<Self, RankError> {
         let base = format!("{:016x}", checksum_compiled(step, mesh)?);
@@ -162,8 +162,8 @@ fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> 
 
 /// Returns the same checksum for the weights of a compiled step. Each rank has flat shards or all of a weight.
 /// Collective.
-fn checksum_compiled<B: Batch, O>(
-    step: &mut CompiledStep<B, Flex, O>,
+fn checksum_compiled<B: Batch, Be: BackendIr, O>(
+    step: &mut CompiledStep<B, Be, O>,
     mesh: &ProcessMesh,
 ) -> Result<u64, RankError> {
     let (own_mesh, rank) = (step.mesh()?, step.rank());

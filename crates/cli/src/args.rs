@@ -180,7 +180,7 @@ pub(crate) struct TrainingArgs {
         hide_short_help = true
     )]
     pub(crate) nan: NotFinite,
-    /// Device: flex (the CPU), or a GPU backend, which conflicts with --compile
+    /// Device: flex (the CPU) or a GPU backend
     ///
     /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of the same name. The ranks on a
     /// machine use its devices 0, 1 and so on. With wgpu:0, all ranks share device 0.
@@ -201,8 +201,8 @@ pub(crate) struct TrainingArgs {
     pub(crate) reduce_dtype: Option<Float>,
     /// Compile the whole step into one graph, which needs less memory
     ///
-    /// Losses equal the eager engine's, and either engine can resume the other's saved steps. Conflicts with a --device
-    /// other than flex, --offload, --no-sync and a --prefetch above 1.
+    /// Losses equal the eager engine's, and either engine can resume the other's saved steps. Conflicts with --offload,
+    /// --no-sync and a --prefetch above 1.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) compile: bool,
     /// Recompute the activations of each block in backward instead of keeping them
@@ -213,7 +213,7 @@ pub(crate) struct TrainingArgs {
     /// With --compile: limit planned peak memory per rank, e.g. 400MiB
     ///
     /// Recomputes as few blocks as necessary. The planned peak is the exact peak of the tensors, times a measured
-    /// factor. Conflicts with --activation-checkpointing, --accumulate and --precision f16.
+    /// factor. Conflicts with --activation-checkpointing, --accumulate, --precision f16 and a --device other than flex.
     #[arg(
         long,
         value_name = "BYTES",
@@ -231,7 +231,7 @@ pub(crate) struct TrainingArgs {
     /// With --compile: prove before the first step that the run's plans compute the traced step
     ///
     /// The proof uses a narrower model and few tokens, for which the passes make the same decisions. A step that needs
-    /// another plan is rejected. Evaluations are not proved.
+    /// another plan is rejected. Evaluations are not proved. Conflicts with a --device other than flex.
     #[arg(long, requires = "compile", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) certify: bool,
 }

@@ -170,7 +170,7 @@ where
     E: From<Error>,
 {
     let on = (&Device::flex(), Default::default());
-    compiled::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
+    compile_on::<Flex, M, B, L, O, (), E>((init, read), loss, optimizer, mode, (), on)
 }
 
 /// Compiles as [`compile`] does, with an [`Override`] that replaces parts that cannot be traced. `loss` receives the
@@ -193,39 +193,21 @@ where
     O: Into<OptimizerGroups>,
     V: Override<M> + 'static,
 {
-    let on = Default::default();
-    compile_on::<Flex, M, B, L, O, V>(init, loss, optimizer, mode, over, &Device::flex(), on)
+    let values = (init, |_: &ShardSpec<'_>| Ok::<_, Error>(None));
+    let on = (&Device::flex(), Default::default());
+    compile_on::<Flex, M, B, L, O, V, Error>(values, loss, optimizer, mode, over, on)
 }
 
-/// Compiles as [`compile_with`] does (with `()` for no override), for another backend. Parameters are initialised on
-/// `device`, and steps run on `backend_device`.
+/// Compiles for any backend, as [`compile_from`] does with `(init, read)` and [`compile_with`] with an override (`()` for
+/// none). Parameters are initialised on `device`, with its default types, and steps run on `backend_device`.
+///
+/// Only Burn's CPU backend has kernels and a memory plan. Everything else is the same on all backends: a step is saved
+/// on one and resumed on another.
 ///
 /// # Errors
 ///
-/// Same as [`compile`].
-pub fn compile_on<Be, M, B, L, O, V>(
-    init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
-    optimizer: O,
-    mode: Mode,
-    over: V,
-    device: &Device,
-    backend_device: Be::Device,
-) -> Result<CompiledStep<B, Be, L::Outputs>, Error>
-where
-    Be: BackendIr,
-    M: Module + 'static,
-    B: Batch,
-    L: Loss,
-    O: Into<OptimizerGroups>,
-    V: Override<M> + 'static,
-{
-    let values = (init, |_: &ShardSpec<'_>| Ok::<_, Error>(None));
-    let on = (device, backend_device);
-    compiled::<Be, M, B, L, O, V, Error>(values, loss, optimizer, mode, over, on)
-}
-
-fn compiled<Be, M, B, L, O, V, E>(
+/// As [`compile_from`] and [`compile_with`].
+pub fn compile_on<Be, M, B, L, O, V, E>(
     (init, read): (
         impl Fn(&Device) -> M + Send + 'static,
         impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,

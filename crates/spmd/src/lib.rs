@@ -105,8 +105,8 @@ pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
-/// Burn's types for the call and the tensors of a [`CustomOperation`].
-pub use burn_ir::{CustomOpIr, HandleKind};
+/// Burn's types for the call and tensors of a custom operation, for [`CustomOperation`], and for backends that run steps.
+pub use burn_ir::{BackendIr, CustomOpIr, HandleKind};
 
 /// The float types in which a step computes and in which it reduces gradients.
 ///

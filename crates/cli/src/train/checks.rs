@@ -20,11 +20,6 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "all their tensors are on the device",
         ),
         (
-            !training.device.is_host(),
-            "--device",
-            "their graphs run on the CPU",
-        ),
-        (
             training.no_sync,
             "--no-sync",
             "they accumulate gradients in shards, never as a whole",
@@ -35,6 +30,18 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "they gather each unit while the previous one computes, and none earlier",
         ),
     ];
+    let planned = [
+        (training.memory_budget.is_some(), "--memory-budget"),
+        (training.certify, "--certify"),
+    ];
+    let planned = planned.into_iter().find(|(is_given, _)| *is_given);
+    if let Some((_, first)) = planned.filter(|_| !training.device.is_host()) {
+        return Err(InputError::Excludes {
+            first,
+            second: "--compile on a --device other than flex",
+            reason: "the plan is of the CPU's kernels and memory",
+        });
+    }
     if training.memory_budget.is_some() && training.precision == Float::F16 {
         return Err(InputError::Excludes {
             first: "--memory-budget",

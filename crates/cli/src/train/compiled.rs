@@ -3,6 +3,16 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use burn::backend::Flex;
+#[cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "webgpu",
+    feature = "cuda",
+    feature = "rocm"
+))]
+use burn::backend::{Cube, DispatchDevice};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
@@ -12,7 +22,7 @@ use burn_fsdp::internals::compile::graph::Graph;
 use burn_fsdp::internals::compile::passes::Units;
 use burn_fsdp::internals::compile::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp::internals::compile::{
-    Certificate, Error, LazyLora, ShardSpec, certify_at, compile_from, kernels,
+    BackendIr, Certificate, Error, LazyLora, ShardSpec, certify_at, compile_on, kernels,
     restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::internals::plan::{BudgetError, Size, fit};
@@ -35,14 +45,16 @@ use crate::weights;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
-/// A compiled step, with its parameters and optimizer state.
-pub(crate) struct Compiled<'a, A: Architecture> {
+/// A compiled step on a backend, with its parameters and optimizer state.
+struct Compiled<'a, A: Architecture, Be: BackendIr> {
     sizes: A,
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
     batches: Batches,
-    step: CompiledStep<Tokens>,
+    /// The rank's device, without autodiff.
+    device: Device,
+    step: CompiledStep<Tokens, Be>,
     /// Number of traces so far, and peak bytes of full parameters and gradients in the latest traced graph.
     unsharded: Option<(usize, usize)>,
     gradients: Gradients,
@@ -219,26 +231,62 @@ fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
     recorded(|| model.mean_loss(inputs, targets))
 }
 
-impl<'a, A: Architecture> Compiled<'a, A> {
-    /// Shards the initial weights over the ranks. If they come from a file, each rank reads its shards. Collective.
-    pub(crate) fn new(
+/// Returns the loss to trace for a device: only the CPU has the models' kernels.
+fn loss_on<M: LanguageModel>(device: &Device) -> fn(&M, Tokens) -> Tensor<1> {
+    match *device == Device::flex() {
+        true => loss::<M>,
+        false => |model, (inputs, targets)| model.mean_loss(inputs, targets),
+    }
+}
+
+/// Creates the trainer that runs a compiled step on the rank's device. Shards the initial weights over the ranks. If
+/// they come from a file, each rank reads its shards. Collective.
+pub(crate) fn trainer<'a, A: Architecture>(
+    sizes: A,
+    config: &'a TrainConfig,
+    world: &'a ProcessGroup,
+    mesh: &'a ProcessMesh,
+) -> Result<Box<dyn Trainer + 'a>, RankError> {
+    #[cfg(any(
+        feature = "wgpu",
+        feature = "vulkan",
+        feature = "metal",
+        feature = "webgpu",
+        feature = "cuda",
+        feature = "rocm"
+    ))]
+    if let DispatchDevice::Cube(on) = config.device(world).as_dispatch() {
+        let on = on.clone();
+        let step = Compiled::<A, Cube>::new(sizes, config, (world, mesh), on)?;
+        return Ok(Box::new(step));
+    }
+    let step = Compiled::<A, Flex>::new(sizes, config, (world, mesh), Default::default())?;
+    Ok(Box::new(step))
+}
+
+impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
+    fn new(
         sizes: A,
         config: &'a TrainConfig,
-        world: &'a ProcessGroup,
-        mesh: &'a ProcessMesh,
+        (world, mesh): (&'a ProcessGroup, &'a ProcessMesh),
+        on: Be::Device,
     ) -> Result<Self, RankError> {
         let (seed, adapters) = (config.seed, config.adapters);
         sizes.validate()?;
+        let device = config.device(world);
+        let own = device.clone();
         let init = move |device: &Device| {
             // On other devices, the model is only inspected.
-            if adapters.is_some() && *device == Device::flex() {
+            if adapters.is_some() && *device == own {
                 device.seed(seed);
             }
             lazy(sizes, adapters, device, seed)
         };
-        let held_out = Evaluation::new(
+        let loss = loss_on::<A::Model>(&device);
+        let held_out = Evaluation::on(
+            &device,
             move |device: &Device| lazy(sizes, adapters, device, seed),
-            loss::<A::Model>,
+            loss,
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         let mode = if config.step.is_certified && world.rank() == 0 {
@@ -257,7 +305,15 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             .transpose()?;
         let read = |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), shard);
         let optimizer = config.optimizer.groups();
-        let mut step = compile_from(init, read, loss::<A::Model>, optimizer, mode)?;
+        let values = (init, read);
+        let mut step = compile_on::<Be, _, _, _, _, (), RankError>(
+            values,
+            loss,
+            optimizer,
+            mode,
+            (),
+            (&device, on),
+        )?;
         let adapters = config.adapters;
         let adapters = adapters.map(|adapters| Adapters::of_compiled(adapters, &mut step, mesh));
         let adapters = adapters.transpose()?;
@@ -270,6 +326,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             batches: config
                 .data
                 .training(config.model.vocab(), config.batch_shape(), config.seed),
+            device,
             step,
             unsharded: None,
             gradients: Gradients {
@@ -288,7 +345,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         self.world.fault_point(At::Forward)?;
         let micro = (0..self.config.step.accumulate).map(|micro| {
             let rows = self.config.micro_rows_of(self.world.rank(), micro);
-            self.batches.rows(step, rows).to_tensors(&Device::flex())
+            self.batches.rows(step, rows).to_tensors(&self.device)
         });
         Ok(micro.collect())
     }
@@ -320,9 +377,13 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         let plan = MemoryPlan::new(graph, self.world.rank())?;
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
-            console::tell(format_args!(
-                "compiled: {nodes} operations, at most {peak} of tensors per rank"
-            ));
+            match self.device == Device::flex() {
+                true => console::tell(format_args!(
+                    "compiled: {nodes} operations, at most {peak} of tensors per rank"
+                )),
+                // The plan is of the CPU's memory.
+                false => console::tell(format_args!("compiled: {nodes} operations")),
+            }
         }
         let moments = plan.moments.iter().map(|moment| moment.during);
         let unsharded = moments.map(|bytes| bytes.full_parameters + bytes.gradients);
@@ -345,7 +406,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
     }
 }
 
-impl<A: Architecture> Trainer for Compiled<'_, A> {
+impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);

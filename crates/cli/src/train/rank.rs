@@ -9,7 +9,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::limits::Limits;
-use crate::train::compiled::Compiled;
+use crate::train::compiled;
 use crate::train::config::TrainConfig;
 use crate::train::eager::Eager;
 use crate::train::metrics::{Metrics, StepLine};
@@ -140,10 +140,10 @@ fn trainer<'a, A: Architecture>(
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
 ) -> Result<Box<dyn Trainer + 'a>, RankError> {
-    Ok(match config.is_compiled {
-        true => Box::new(Compiled::new(sizes, config, world, mesh)?),
-        false => Box::new(Eager::new(sizes, config, world, mesh)?),
-    })
+    match config.is_compiled {
+        true => compiled::trainer(sizes, config, world, mesh),
+        false => Ok(Box::new(Eager::new(sizes, config, world, mesh)?)),
+    }
 }
 
 /// The observers of a training run: progress bar, metrics and saves.

@@ -12,9 +12,8 @@ use crate::HEAP;
 use crate::args::{Cli, Command};
 use crate::error::RankError;
 use crate::train::TrainConfig;
-use crate::train::compiled::Compiled;
 use crate::train::eager::Eager;
-use crate::train::model;
+use crate::train::{compiled, model};
 
 /// Locks the allocator, which counts bytes of the whole process, so only one of these tests may run at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -46,7 +45,10 @@ fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
         HEAP.reset_peak_usage();
         world.barrier("measured")?;
         let (compiled, eager) = match config.is_compiled {
-            true => (Some(Compiled::new(sizes, &config, &world, &mesh)?), None),
+            true => (
+                Some(compiled::trainer(sizes, &config, &world, &mesh)?),
+                None,
+            ),
             false => (None, Some(Eager::new(sizes, &config, &world, &mesh)?)),
         };
         world.barrier("made")?;

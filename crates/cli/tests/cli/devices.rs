@@ -65,10 +65,79 @@ mod wgpu {
     }
 
     #[test]
-    fn compiled_steps_report_that_they_run_on_the_cpu() {
-        let run = Folder::new().train("--synthetic --compile --device wgpu:0");
-        assert_eq!(run.code, 2, "{}", run.stderr);
-        assert!(run.stderr.contains("--device"), "{}", run.stderr);
-        assert!(run.stderr.contains("on the CPU"), "{}", run.stderr);
+    fn compiled_steps_train_on_a_device_like_on_the_cpu() {
+        let folder = Folder::new();
+        for flags in [
+            "--ranks 1",
+            "--ranks 2",
+            "--ranks 2 --strategy no-shard",
+            "--ranks 2 --accumulate 2 --clip-grad-norm 1",
+        ] {
+            let steps = format!("{flags} --compile --synthetic --warmup 0 --steps 3");
+            let host = folder.report(&steps);
+            let device = folder.report(&format!("{steps} --device wgpu:0"));
+            let difference = relative_difference(&losses(&host), &losses(&device));
+            assert!(difference < 1e-4, "{flags}: {difference:e}");
+            assert_eq!(device["collectives"], host["collectives"], "{flags}");
+            assert_eq!(device["state_bytes"], host["state_bytes"], "{flags}");
+        }
+    }
+
+    /// From a compiled step on the device to one on the CPU and to the eager engine on the device, and back.
+    #[test]
+    fn compiled_steps_move_between_a_device_and_the_cpu() {
+        let folder = Folder::new();
+        let text = "to be or not to be, that is the question. ".repeat(100);
+        folder.write("text", text.as_bytes());
+        for adapters in ["", "--lora 2"] {
+            let rest = format!("--data text --warmup 0 --sample 5 {adapters}");
+            let whole = folder.report(&format!("{rest} --compile --steps 4"));
+            let steps = format!("steps{}", adapters.len());
+            let rest = format!("{rest} --checkpoint-dir {steps} --resume");
+            let mut seen = Vec::new();
+            for (number, flags) in [
+                "--compile --device wgpu:0 --ranks 1",
+                "--compile --ranks 2",
+                "--compile --device wgpu:0 --ranks 2",
+                "--device wgpu:0 --ranks 1",
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let flags = format!("{rest} {flags} --steps {}", number + 1);
+                let report = folder.report(&flags);
+                assert_eq!(report["first_step"], number, "{flags}");
+                assert!(report["eval_loss"].as_f64().is_some(), "{flags}: {report}");
+                seen.extend(losses(&report));
+            }
+            // Burn draws the adapters' factors on the device where a run begins.
+            if adapters.is_empty() {
+                let difference = relative_difference(&losses(&whole), &seen);
+                assert!(difference < 1e-4, "{difference:e}: {seen:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn weights_of_a_file_are_read_into_compiled_steps_on_a_device() {
+        let folder = Folder::new();
+        let steps = "--compile --synthetic --warmup 0 --steps 2 --ranks 2";
+        let first = folder.report(&format!("{steps} --seed 5 --save-init weights"));
+        let flags = format!("{steps} --seed 5 --init weights --device wgpu:0");
+        let second = folder.report(&flags);
+        let difference = relative_difference(&losses(&first), &losses(&second));
+        assert!(difference < 1e-4, "{difference:e}");
+    }
+
+    #[test]
+    fn plans_of_the_cpu_are_refused_for_compiled_steps_on_a_device() {
+        let folder = Folder::new();
+        for flag in ["--memory-budget 1GiB", "--certify"] {
+            let run = folder.train(&format!("--synthetic --compile --device wgpu:0 {flag}"));
+            assert_eq!(run.code, 2, "{}", run.stderr);
+            for word in [flag.split(' ').next().expect("a flag"), "--device", "CPU"] {
+                assert!(run.stderr.contains(word), "{word}: {}", run.stderr);
+            }
+        }
     }
 }
