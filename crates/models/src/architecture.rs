@@ -267,6 +267,7 @@ impl Architecture for LlamaConfig {
 /// The configuration of any model of this crate, as saved in checkpoints. The names of the sizes identify the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
+#[allow(clippy::large_enum_variant, reason = "configurations are `Copy`")]
 pub enum ModelConfig {
     /// A GPT.
     Gpt(GptConfig),

@@ -22,7 +22,7 @@ pub(crate) fn layer_norm(norm: &LayerNorm, x: Tensor<2>) -> Tensor<2> {
 
 /// A norm of the family of a [`Llama`](crate::Llama).
 #[derive(Module, Debug)]
-pub struct Norm {
+pub(crate) struct Norm {
     /// The scale.
     gamma: Param<Tensor<1>>,
     /// The offset of a layer norm.
