@@ -35,7 +35,7 @@ use crate::unmanaged;
 /// # Errors
 ///
 /// - [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy. Burn's
-/// own backward does not detect this.
+///   own backward does not detect this.
 /// - [`Error::NoGraph`] for a loss without autodiff, or a module without a trained parameter.
 /// - Errors of its collectives: another rank's failure, a timeout, mismatched operations.
 ///

@@ -189,7 +189,7 @@ impl Run {
     ) -> Result<TrainingSnapshot, Error> {
         let mut step = compiled_step::<B>(self.division.mode(world))?;
         if let Some(from) = &self.from {
-            restore_compiled(&mut step, &Checkpoints::new(from).newest()?)?;
+            restore_compiled(&mut step, &Checkpoints::new(&**from).newest()?)?;
             assert_eq!(step.num_steps(), self.steps.start as u64);
         }
         for index in self.steps.clone() {
@@ -208,7 +208,7 @@ impl Run {
         let mut model = eager_model::<B>(&mesh, self.division)?;
         let mut optimizer = adamw().init();
         if let Some(from) = &self.from {
-            let saved = Checkpoints::new(from).newest()?;
+            let saved = Checkpoints::new(&**from).newest()?;
             (model, optimizer) = restore(model, optimizer, &saved)?;
         }
         let device = B::device().autodiff().gradient_checkpointing();

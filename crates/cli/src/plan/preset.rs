@@ -8,6 +8,7 @@ use crate::error::InputError;
 
 /// A named configuration.
 #[derive(Debug, Clone, Copy)]
+#[allow(clippy::large_enum_variant, reason = "configurations are `Copy`")]
 pub(crate) enum Preset {
     Gpt(GptConfig),
     Llama(LlamaConfig),
