@@ -49,7 +49,7 @@ impl Tested for NdArray {
 
     fn own() -> Self::Device {
         match Self::device().as_dispatch() {
-            DispatchDevice::NdArray(device) => device.clone(),
+            DispatchDevice::NdArray(device) => *device,
             other => panic!("{other:?} is not a device of NdArray"),
         }
     }
