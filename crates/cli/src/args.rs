@@ -135,7 +135,7 @@ pub(crate) struct TrainingArgs {
     /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
-    /// Number of measured training steps, after the warmup steps
+    /// Training steps of the whole run, after --warmup; a resumed run trains those that are left
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
     /// Warmup steps before the measured steps; their losses are also reported
@@ -240,6 +240,8 @@ pub(crate) struct TrainingArgs {
 #[command(next_help_heading = DEVICES)]
 pub(crate) struct ShardingArgs {
     /// Ranks: threads, or the processes of mpirun or srun [default: 2 threads, or all processes]
+    ///
+    /// Processes need a build with the feature `mpi`: `--features burn-fsdp-cli/mpi`.
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
     /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]

@@ -12,13 +12,14 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "trained {}{} parameters on {} ranks ({}{}), {}",
+            "trained {}{} parameters on {} rank{} ({}{}), {}",
             match self.trained_params == self.params {
                 true => String::new(),
                 false => format!("{} adapter parameters on top of ", self.trained_params),
             },
             self.params,
             self.ranks,
+            if self.ranks == 1 { "" } else { "s" },
             self.strategy,
             if self.compiled { ", compiled" } else { "" },
             self.data
