@@ -135,7 +135,7 @@ pub(crate) struct TrainingArgs {
     /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
-    /// Training steps of the whole run, after --warmup; a resumed run trains those that are left
+    /// Training steps of the whole run, after the warmup; a resumed run trains those that are left
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
     /// Warmup steps before the measured steps; their losses are also reported

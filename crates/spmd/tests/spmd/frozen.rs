@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Lora, Module};
+use burn::module::{Lora, Module, Param};
 use burn::nn::{
     BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear,
     LinearConfig,
@@ -120,6 +120,62 @@ fn frozen_norms_and_embeddings_stay() {
         head: LinearConfig::new(5, 3).init(device).no_grad(),
     };
     agrees("a head", head, Words::loss, words);
+}
+
+#[derive(Module, Debug)]
+struct Gained {
+    linear: Linear,
+    gain: Param<Tensor<1>>,
+}
+
+#[derive(Module, Debug)]
+struct Deep {
+    blocks: Vec<Gained>,
+}
+
+impl Deep {
+    fn new(device: &Device) -> Self {
+        let block = |_| Gained {
+            linear: LinearConfig::new(5, 5).init(device),
+            gain: Param::from_tensor(data(1, [5], device)),
+        };
+        Self {
+            blocks: (0..5).map(block).collect(),
+        }
+    }
+
+    /// Every weight is changed before its use, as the gain of Gemma's norm is.
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let block = |x: Tensor<2>, block: &Gained| {
+            let weight = block.linear.weight.val() * 2.0;
+            let gain = (block.gain.val() + 1.0).unsqueeze();
+            (x.matmul(weight) * gain).tanh()
+        };
+        let y = self.blocks.iter().fold(x, block);
+        y.sub_scalar(0.5).square().mean()
+    }
+
+    fn frozen(mut self, is_frozen: impl Fn(usize, &str) -> bool) -> Self {
+        for (index, block) in self.blocks.iter_mut().enumerate() {
+            let is_trained = |name| !is_frozen(index, name);
+            let weight = block.linear.weight.clone();
+            block.linear.weight = weight.set_require_grad(is_trained("weight"));
+            block.gain = block.gain.clone().set_require_grad(is_trained("gain"));
+        }
+        self
+    }
+}
+
+#[test]
+fn changed_copies_of_frozen_weights_do_not_keep_them() {
+    let _guard = seeded();
+    agrees("no weight", Deep::new, Deep::loss, vectors);
+    let gains = |device: &Device| Deep::new(device).frozen(|_, name| name == "gain");
+    agrees("gains", gains, Deep::loss, vectors);
+    let weights = |device: &Device| Deep::new(device).frozen(|_, name| name == "weight");
+    agrees("weights", weights, Deep::loss, vectors);
+    let most = |device: &Device| Deep::new(device).frozen(|index, _| index != 0);
+    agrees("all blocks but the first", most, Deep::loss, vectors);
 }
 
 #[test]
