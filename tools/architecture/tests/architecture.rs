@@ -63,6 +63,7 @@ const ALLOWED: [(&str, &[&str]); 16] = [
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-spmd-tests", &[]),
+    ("burn-fsdp-facade-tests", &[]),
 ];
 
 /// Crates that must not depend on Burn.

@@ -1,15 +1,15 @@
 //! Tests of the facade that can share a process. They are one binary, because each binary compiles Burn's generic code
 //! again.
 
-#[path = "../common/mod.rs"]
+#[path = "../tests/common/mod.rs"]
 mod common;
-#[path = "../../../spmd/tests/common/optimizers.rs"]
+#[path = "../../spmd/tests/common/optimizers.rs"]
 mod every;
-#[path = "../common/fixed.rs"]
+#[path = "../tests/common/fixed.rs"]
 mod fixed;
-#[path = "../common/save.rs"]
+#[path = "../tests/common/save.rs"]
 mod saving;
-#[path = "../../../collectives/tests/skipped/mod.rs"]
+#[path = "../../collectives/tests/skipped/mod.rs"]
 mod skipped;
 
 mod batch_forms;
