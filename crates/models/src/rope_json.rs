@@ -81,9 +81,9 @@ impl Rope {
             )),
             (Some(rope), _) | (None, Some(rope)) => Ok(rope),
             (None, None) => Ok(Self {
-                theta: theta(settings, settings, context.family)?,
+                theta: theta(settings, Settings::empty(), context.family)?,
                 scaling: RopeScaling::None,
-                share: share(settings, settings, context.family)?,
+                share: share(settings, Settings::empty(), context.family)?,
                 local_theta: None,
             }),
         }
@@ -161,6 +161,7 @@ impl Rope {
             (None, None) => 10_000.0,
         };
         share(settings, full, family)?;
+        refuse_ignored_by_gemma3(settings, older_scaling, full)?;
         Ok(Self {
             theta: theta(settings, full, family)?,
             scaling: scaling(settings, full, context)?,
@@ -168,6 +169,33 @@ impl Rope {
             local_theta: Some(whole(family, ("rope_local_base_freq", local))?),
         })
     }
+}
+
+/// Refuses settings of a Gemma 3 that transformers reads for the other families only.
+fn refuse_ignored_by_gemma3(
+    settings: Settings<'_>,
+    older: Option<Settings<'_>>,
+    full: Settings<'_>,
+) -> Result<(), String> {
+    let refused = |name: &str, found: &str, expected: &str| -> Result<(), String> {
+        Err(refusal(Family::Gemma3.name(), (name, found), expected))
+    };
+    let kind = full.word(&ROPE_TYPE, "default")?;
+    let [newer_name, older_name] = ROPE_TYPE;
+    // Transformers adds this object to one whose `rope_type` is "default".
+    if older.is_some_and(|older| older.given(newer_name).is_none()) && kind != "default" {
+        let expected = "the name `rope_type` for it";
+        return refused(older_name, &full.shown(older_name), expected);
+    }
+    if !full.flag("truncate", true)? {
+        return refused("truncate", "false", "true");
+    }
+    let has_original = matches!(kind, "llama3" | "longrope" | "yarn");
+    if has_original && full.given(ORIGINAL).is_none() && settings.given(ORIGINAL).is_some() {
+        let expected = "this setting within the rotary positions";
+        return refused(ORIGINAL, &settings.shown(ORIGINAL), expected);
+    }
+    Ok(())
 }
 
 fn check_known(nested: Settings<'_>, family: Family) -> Result<(), String> {
@@ -309,7 +337,33 @@ fn theta(settings: Settings<'_>, nested: Settings<'_>, family: Family) -> Result
         _ => (&["rope_theta"], 10_000.0),
     };
     let theta = inner_or_outer(settings, nested, names)?.number_of(names)?;
-    whole(family, ("rope_theta", theta.unwrap_or(default)))
+    let theta = theta.unwrap_or(default);
+    if family == Family::GptNeox {
+        let names = ["rope_theta", "rotary_emb_base"];
+        check_used_by_neox(settings, nested, names, [theta, default])?;
+    }
+    whole(family, ("rope_theta", theta))
+}
+
+/// Checks that transformers uses a number of a GPT-NeoX. It reads one name in the nested object, and otherwise another
+/// name in the outer one.
+fn check_used_by_neox(
+    settings: Settings<'_>,
+    nested: Settings<'_>,
+    [inner, outer]: [&'static str; 2],
+    [number, default]: [f64; 2],
+) -> Result<(), String> {
+    let used = nested.given(inner).or_else(|| settings.given(outer));
+    let used = used.and_then(Value::as_f64).unwrap_or(default);
+    match number == used {
+        true => Ok(()),
+        false => Err(format!(
+            "the rotary positions set {number}, but transformers uses {used} here: for a {}, it reads `{inner}` in \
+             `{}`, or `{outer}` outside of it; use one of these names",
+            Family::GptNeox.name(),
+            ROPE[1]
+        )),
+    }
 }
 
 fn whole(family: Family, (name, number): (&str, f64)) -> Result<usize, String> {
@@ -339,6 +393,9 @@ fn share(settings: Settings<'_>, nested: Settings<'_>, family: Family) -> Result
         true => given.number_of(names)?.unwrap_or(default),
         false => default,
     };
+    if family == Family::GptNeox {
+        check_used_by_neox(settings, nested, [name, "rotary_pct"], [share, default])?;
+    }
     let is_known = match family.may_rotate_partly() {
         true => share > 0.0 && share <= 1.0,
         false => share == 1.0,

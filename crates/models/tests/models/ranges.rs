@@ -250,6 +250,81 @@ fn unsupported_llama_settings_are_named() {
     assert!(matches!(missing, ModelError::File { .. }), "{missing}");
 }
 
+/// Transformers does not read these names for these families, so it would compute something else.
+#[test]
+fn rotary_settings_that_transformers_ignores_are_named() {
+    let read = |family: &str, changes: Value| {
+        let mut json = json!({
+            "model_type": family, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 32
+        });
+        if family == "gemma3_text" {
+            json["head_dim"] = json!(8);
+            json["num_key_value_heads"] = json!(1);
+        }
+        let changes = changes.as_object().expect("an object").clone();
+        json.as_object_mut().expect("an object").extend(changes);
+        read_config(&json)
+    };
+    let linear = |name: &str| json!({"rope_scaling": {name: "linear", "factor": 8.0}});
+    let yarn = |more: Value| {
+        let mut yarn = json!({"rope_type": "yarn", "factor": 4.0});
+        let more = more.as_object().expect("an object").clone();
+        yarn.as_object_mut().expect("an object").extend(more);
+        json!({"rope_scaling": yarn, "original_max_position_embeddings": 8})
+    };
+    let nested = |name: &str, number: f64| json!({"rope_parameters": {"rope_type": "default", name: number}});
+    for (family, changes, word) in [
+        ("gpt_neox", json!({"rope_theta": 50}), "rotary_emb_base"),
+        (
+            "gpt_neox",
+            json!({"partial_rotary_factor": 0.5}),
+            "rotary_pct",
+        ),
+        (
+            "gpt_neox",
+            nested("rotary_pct", 0.5),
+            "partial_rotary_factor",
+        ),
+        ("gpt_neox", nested("rotary_emb_base", 50.0), "rope_theta"),
+        ("gemma3_text", linear("type"), "rope_type"),
+        (
+            "gemma3_text",
+            yarn(json!({})),
+            "original_max_position_embeddings",
+        ),
+        (
+            "gemma3_text",
+            yarn(json!({"original_max_position_embeddings": 8, "truncate": false})),
+            "truncate",
+        ),
+    ] {
+        let message = read(family, changes).expect_err(word).to_string();
+        assert!(message.contains(word), "{word}: {message}");
+    }
+    for (family, changes) in [
+        (
+            "gpt_neox",
+            json!({"rotary_emb_base": 50, "rope_theta": 50, "rotary_pct": 0.5}),
+        ),
+        (
+            "gpt_neox",
+            json!({"rope_theta": 10000, "partial_rotary_factor": 0.25}),
+        ),
+        ("gpt_neox", nested("partial_rotary_factor", 0.5)),
+        ("gpt_neox", nested("rope_theta", 50.0)),
+        ("gemma3_text", linear("rope_type")),
+        (
+            "gemma3_text",
+            yarn(json!({"original_max_position_embeddings": 8})),
+        ),
+        ("llama", linear("type")),
+    ] {
+        let read = read(family, changes.clone());
+        assert!(read.is_ok(), "{changes}: {read:?}");
+    }
+}
+
 /// Every choice that a file may make is the same after writing and reading.
 #[test]
 fn config_json_is_read_back() {
