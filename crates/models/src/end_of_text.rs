@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::settings::read_json;
 use crate::{ModelConfig, ModelError};
@@ -107,6 +107,32 @@ impl ModelConfig {
         Ok(given.filter(|(_, share)| *share > 0.0).collect())
     }
 
+    /// Returns the padding token of a folder in Hugging Face's format, if it also begins or ends texts. transformers
+    /// does not train this token's row of the embedding table by its lookups, but this crate does. Other padding tokens
+    /// do not occur in texts.
+    ///
+    /// # Errors
+    ///
+    /// If `config.json` cannot be read.
+    pub fn padding_in_text(folder: impl AsRef<Path>) -> Result<Option<u64>, ModelError> {
+        let settings = read_json(&folder.as_ref().join("config.json"))?;
+        let default = match settings.get("model_type").and_then(Value::as_str) {
+            // Their tables are trained as a whole.
+            Some("gpt2" | "gpt_neox") => return Ok(None),
+            // The defaults of transformers.
+            Some("phi3") => json!({"pad_token_id": 32000, "eos_token_id": 32000}),
+            _ => Value::Null,
+        };
+        let setting = |name| settings.get(name).or(default.get(name));
+        let ids = |name| match setting(name) {
+            Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).collect(),
+            id => Vec::from_iter(id.and_then(Value::as_u64)),
+        };
+        let of_text = [ids("bos_token_id"), ids("eos_token_id")].concat();
+        let padding = ids("pad_token_id").first().copied();
+        Ok(padding.filter(|padding| of_text.contains(padding)))
+    }
+
     /// Returns the ids of the tokens that end a text for a model in a Hugging Face folder: `eos_token_id` of
     /// `generation_config.json`, or else of `config.json`. Returns no ids if neither file has the setting.
     ///
@@ -159,6 +185,41 @@ mod tests {
             "suppress_tokens",
         ];
         assert_eq!(rules(), expected);
+    }
+
+    #[test]
+    fn padding_that_occurs_in_texts_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        for (text, padding) in [
+            (
+                r#"{"model_type": "llama", "pad_token_id": 2, "eos_token_id": 2}"#,
+                Some(2),
+            ),
+            (
+                r#"{"model_type": "llama", "pad_token_id": 4, "eos_token_id": [3, 4]}"#,
+                Some(4),
+            ),
+            (
+                r#"{"model_type": "qwen2", "pad_token_id": 1, "bos_token_id": 1}"#,
+                Some(1),
+            ),
+            (
+                r#"{"model_type": "llama", "pad_token_id": 0, "eos_token_id": 2}"#,
+                None,
+            ),
+            (r#"{"model_type": "llama", "eos_token_id": 2}"#, None),
+            (r#"{"model_type": "phi3"}"#, Some(32000)),
+            (r#"{"model_type": "phi3", "pad_token_id": null}"#, None),
+            (
+                r#"{"model_type": "gpt_neox", "pad_token_id": 2, "eos_token_id": 2}"#,
+                None,
+            ),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let found = ModelConfig::padding_in_text(folder.path()).unwrap();
+            assert_eq!(found, padding, "{text}");
+        }
     }
 
     #[test]

@@ -44,7 +44,6 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// The settings of the rotary positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Rope {
-    /// The base.
     pub(crate) theta: usize,
     pub(crate) scaling: RopeScaling,
     /// The rotated share of each head.

@@ -47,8 +47,8 @@ pub(crate) struct TrainConfig {
     pub(crate) init: Option<PathBuf>,
     pub(crate) save_init: Option<PathBuf>,
     pub(crate) data: Data,
-    /// A warning about dropout in the model's configuration, if there is one.
-    pub(crate) dropout: Option<String>,
+    /// Warnings about settings of the model's folder with which transformers trains differently.
+    pub(crate) other_training: Vec<String>,
     pub(crate) eval_every: usize,
     pub(crate) eval_batches: usize,
     /// Sequences in a step, over all ranks; a multiple of `ranks`.
@@ -171,7 +171,7 @@ impl TrainConfig {
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
         warn_of_idle(checkpoints.as_ref(), &args.training, is_init_idle);
         Ok(Self {
-            dropout: sizes::dropout(&args.model, &model)?,
+            other_training: sizes::other_training(&args.model, &model)?,
             stop: (checkpoints.is_some() || sharding.offload.is_some()).then(Arc::default),
             model,
             seq: args.model.seq,

@@ -128,7 +128,7 @@ fn tell_of_data(config: &TrainConfig) {
     if !config.json {
         console::tell(&config.data);
     }
-    for warning in config.data.warnings().iter().chain(&config.dropout) {
+    for warning in config.data.warnings().iter().chain(&config.other_training) {
         console::tell(format_args!("warning: {warning}"));
     }
 }

@@ -200,7 +200,7 @@ fn slowest(results: &[RankOutcome]) -> Vec<f64> {
 /// Collects all warnings, without duplicates.
 fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     let mut warnings = config.data.warnings();
-    warnings.extend(config.dropout.clone());
+    warnings.extend(config.other_training.clone());
     if config.eval_every > 0 && config.data.held_out(config.batch_shape()).is_none() {
         warnings.push("--eval-every has no effect with --synthetic".to_owned());
     }

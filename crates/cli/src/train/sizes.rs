@@ -76,21 +76,34 @@ fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError>
     }
 }
 
-/// Returns a warning if the model's folder requests dropout, which no model here supports.
-pub(crate) fn dropout(args: &ModelArgs, model: &ModelConfig) -> Result<Option<String>, InputError> {
+/// Returns warnings about settings of the model's folder with which transformers trains differently.
+pub(crate) fn other_training(
+    args: &ModelArgs,
+    model: &ModelConfig,
+) -> Result<Vec<String>, InputError> {
     let folder = args.init.as_deref().filter(|path| path.is_dir());
-    let folder = folder.filter(|_| !matches!(model, ModelConfig::Gpt(_)));
-    let dropouts = folder.map(ModelConfig::dropouts).transpose()?;
-    let named = dropouts.into_iter().flatten();
-    let named: Vec<_> = named
+    let Some(folder) = folder.filter(|_| !matches!(model, ModelConfig::Gpt(_))) else {
+        return Ok(Vec::new());
+    };
+    let mut warnings = Vec::new();
+    let dropouts = ModelConfig::dropouts(folder)?.into_iter();
+    let named: Vec<_> = dropouts
         .map(|(name, share)| format!("`{name}` {share}"))
         .collect();
-    Ok((!named.is_empty()).then(|| {
-        format!(
+    if !named.is_empty() {
+        warnings.push(format!(
             "config.json of --init sets {}: unlike transformers, this command trains without dropout",
             named.join(", ")
-        )
-    }))
+        ));
+    }
+    let padding = ModelConfig::padding_in_text(folder)?;
+    if let Some(token) = padding.filter(|_| args.lora.is_none()) {
+        warnings.push(format!(
+            "config.json of --init has {token} as padding and at the start or end of texts: unlike transformers, this \
+             command also trains the embedding of that token"
+        ));
+    }
+    Ok(warnings)
 }
 
 /// Returns the command line's name for the kind of a model.
