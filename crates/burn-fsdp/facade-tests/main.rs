@@ -9,8 +9,6 @@ mod every;
 mod fixed;
 #[path = "../tests/common/save.rs"]
 mod saving;
-#[path = "../../collectives/tests/skipped/mod.rs"]
-mod skipped;
 
 mod batch_forms;
 mod checkpointer;
