@@ -1,7 +1,6 @@
 //! The command-line arguments and their help texts.
 
 mod check;
-mod config_file;
 mod headings;
 mod model;
 mod optimizer;
@@ -18,7 +17,6 @@ use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
-pub(crate) use config_file::{as_file, resumes, with_flags_of_file};
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};

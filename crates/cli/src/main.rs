@@ -1,6 +1,6 @@
 //! The `burn-fsdp` command.
 //!
-//! - `args`: the command-line arguments.
+//! - `args`: the command-line arguments. `config_file`: those of `train` from a file.
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
@@ -16,6 +16,7 @@ mod adapters;
 mod args;
 mod bytes;
 mod codec;
+mod config_file;
 mod console;
 mod error;
 mod host;
@@ -54,7 +55,7 @@ use crate::train::TrainConfig;
 static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 fn main() -> ExitCode {
-    let line = args::with_flags_of_file(env::args_os().collect());
+    let line = config_file::with_flags_of_file(env::args_os().collect());
     let matches = match &line {
         Ok(line) => Cli::command().get_matches_from(line),
         Err(error) => {
@@ -79,7 +80,7 @@ fn main() -> ExitCode {
         Command::Diff(args) => operations::diff::run(&args),
         Command::Completions(args) => shell::completions(&args),
         Command::Manual(args) => shell::manual(&args),
-        Command::Launch(args) => match launch::run(&args) {
+        Command::Launch(args) => match launch::run(&args, config_file::resumes) {
             Ok(code) => return code,
             Err(failure) => Err(failure),
         },
@@ -103,7 +104,7 @@ fn main() -> ExitCode {
 fn print_config(matches: &ArgMatches) -> Result<(), Failure> {
     let is_first = processes().ok().flatten().is_none_or(|own| own.rank == 0);
     match matches.subcommand() {
-        Some((_, train)) if is_first => console::answer(args::as_file(train)),
+        Some((_, train)) if is_first => console::answer(config_file::as_file(train)),
         _ => Ok(()),
     }
 }

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use signal_hook::consts::SIGTERM;
 
+use crate::console;
 use crate::error::{Failure, InputError};
 use crate::tether::Tether;
-use crate::{args, console};
 use below::{Below, Left};
 use signals::{Order, Signals};
 
@@ -86,8 +86,11 @@ const RANKS: &str = "{ranks}";
 
 /// Runs the command until it succeeds, with at most as many restarts as the arguments allow. Returns the exit code of
 /// its last run.
-pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
-    check(args)?;
+pub(crate) fn run(
+    args: &LaunchArgs,
+    resumes: impl Fn(&[String]) -> bool,
+) -> Result<ExitCode, Failure> {
+    check(args, resumes)?;
     let signals = Signals::obey();
     let tether = Tether::new().map_err(|error| cannot_run(args, &error))?;
     let mut restarts = 0;
@@ -129,7 +132,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Rejects arguments that could not have the intended effect.
-fn check(args: &LaunchArgs) -> Result<(), InputError> {
+fn check(args: &LaunchArgs, resumes: impl Fn(&[String]) -> bool) -> Result<(), InputError> {
     let has_place = args.command.iter().any(|word| word.contains(RANKS));
     if !args.ranks.is_empty() && !has_place {
         return Err(InputError::Restart {
@@ -144,7 +147,7 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
     let training = args.command.windows(2).position(is_own);
-    let starts_over = training.is_some_and(|at| !args::resumes(&args.command[at + 2..]));
+    let starts_over = training.is_some_and(|at| !resumes(&args.command[at + 2..]));
     if args.max_restarts > 0 && starts_over {
         return Err(InputError::Restart {
             problem: "each restart of `train` would train from scratch; pass it --checkpoint-dir, --save-every and \

@@ -52,8 +52,6 @@ struct Compiled<'a, A: Architecture, Be: BackendIr> {
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
     batches: Batches,
-    /// The rank's device, without autodiff.
-    device: Device,
     step: CompiledStep<Tokens, Be>,
     /// Number of traces so far, and peak bytes of full parameters and gradients in the latest traced graph.
     unsharded: Option<(usize, usize)>,
@@ -326,7 +324,6 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
             batches: config
                 .data
                 .training(config.model.vocab(), config.batch_shape(), config.seed),
-            device,
             step,
             unsharded: None,
             gradients: Gradients {
@@ -345,7 +342,9 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         self.world.fault_point(At::Forward)?;
         let micro = (0..self.config.step.accumulate).map(|micro| {
             let rows = self.config.micro_rows_of(self.world.rank(), micro);
-            self.batches.rows(step, rows).to_tensors(&self.device)
+            self.batches
+                .rows(step, rows)
+                .to_tensors(&self.config.device(self.world))
         });
         Ok(micro.collect())
     }
@@ -377,7 +376,7 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         let plan = MemoryPlan::new(graph, self.world.rank())?;
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
-            match self.device == Device::flex() {
+            match self.config.device(self.world) == Device::flex() {
                 true => console::tell(format_args!(
                     "compiled: {nodes} operations, at most {peak} of tensors per rank"
                 )),

@@ -143,8 +143,7 @@ impl TrainConfig {
         let (batch, ranks) = (args.training.batch, all_ranks.number());
         check_batch(batch, ranks, args.training.accumulate)?;
         let sharding = sharding(&args, &all_ranks)?;
-        let step = step(&args.training)?;
-        let schedule = Schedule::new(&args.training)?;
+        let (step, schedule) = (step(&args.training)?, Schedule::new(&args.training)?);
         if args.training.compile {
             check_compiled(&args)?;
         }

@@ -184,8 +184,7 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
-        // The factor is recorded before the loss, because all operations before the last given value count as the
-        // module's initialisation.
+        // Recorded before the loss: all operations before the last given value count as the module's initialisation.
         let factor = options.scales_loss.then(|| loss_factor(&tracked));
         inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");

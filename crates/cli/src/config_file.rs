@@ -13,7 +13,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory};
 use toml::{Table, Value};
 
-use super::Cli;
+use crate::args::Cli;
 use crate::error::InputError;
 
 /// The most bytes of a file. A device such as `/dev/zero` has no end.
