@@ -25,7 +25,7 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The first node that computes a gradient.
+    /// The first node of the gradients that reads `grad`.
     at: usize,
     /// Gradient of `x`.
     of_x: Total,
