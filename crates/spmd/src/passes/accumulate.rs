@@ -123,7 +123,7 @@ fn added(
     Ok((sum, node))
 }
 
-/// Makes the optimizer use the mean of the gradients instead of their sum.
+/// Makes the optimizer read the mean of the gradients over the micro-batches instead of their sum.
 fn mean(mut graph: Graph, num_batches: usize) -> Result<Graph, Error> {
     let mut means: BTreeMap<TensorId, TensorId> = BTreeMap::new();
     let mut scheduled = Vec::new();

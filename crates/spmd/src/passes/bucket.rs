@@ -1,6 +1,6 @@
 //! The pass that joins collectives.
 //!
-//! It takes collectives of parameters, gradients and the loss that are not split, and keeps their order.
+//! It joins unsplit collectives of parameters, gradients and the loss, and keeps their order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

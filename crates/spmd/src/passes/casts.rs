@@ -6,7 +6,7 @@ use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
 use crate::graph::{Node, Phase};
 
-/// Returns the cast that a node runs, if it runs one.
+/// Returns the node's operation if it is a cast.
 pub(super) fn cast_of(node: &Node) -> Option<&CastOpIr> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => Some(cast),

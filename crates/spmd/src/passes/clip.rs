@@ -42,7 +42,7 @@ pub struct ClipGradients {
     pub axes: Vec<Axis>,
 }
 
-/// The gradients that are sharded along the same mesh axes.
+/// Gradients that are sharded along the same mesh axes.
 struct Group {
     axes: Vec<usize>,
     gradients: Vec<TensorId>,

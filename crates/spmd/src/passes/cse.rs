@@ -1,6 +1,6 @@
 //! The pass that merges equal operations.
 //!
-//! It takes a graph without collectives, and keeps phases separate.
+//! It requires a graph without collectives, and never merges operations of different phases.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};

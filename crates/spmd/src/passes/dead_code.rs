@@ -1,6 +1,6 @@
 //! The pass that removes nodes whose results are not needed.
 //!
-//! It takes any graph without drops.
+//! It accepts any graph without drops.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Storage of a parameter in data parallelism: flat shards, or all of it on one rank.
+//! Storage of a parameter in data parallelism: in flat shards, or whole on one rank.
 
 use std::sync::Arc;
 
@@ -41,12 +41,12 @@ impl Holding {
         self.partition.sole_owner().is_some()
     }
 
-    /// Returns the shape of the part on each rank that has one.
+    /// Returns the shape of a rank's part, for ranks that hold one.
     pub(super) fn local_shape(&self) -> Vec<usize> {
         local_shape(self.partition, &self.shape)
     }
 
-    /// Returns the layout, replicated along another axis if there is one.
+    /// Returns the layout, replicated along the axis of `copies` if there is one.
     pub(super) fn layout(&self, copies: Option<&Replicate>) -> Layout {
         let mut placements = vec![Placement::Shard(0)];
         if let Some(other) = copies {

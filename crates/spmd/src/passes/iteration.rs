@@ -1,6 +1,6 @@
 //! Moves nodes of a step into the next step.
 //!
-//! It takes a graph with collectives, before the last passes.
+//! The input is a graph with collectives, before the last passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -80,7 +80,7 @@ impl IterationGraph {
         }
     }
 
-    /// Applies a pass.
+    /// Applies a pass that moves nodes.
     ///
     /// # Errors
     ///
@@ -113,7 +113,7 @@ impl IterationGraph {
     }
 
     /// Makes the moved nodes run at the end of a step once they have not done so for `steps` steps. At such a step,
-    /// they are not one step behind. If this is called several times, the smallest number counts.
+    /// they are not one step behind. If called several times, the smallest number applies.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));

@@ -31,11 +31,11 @@ pub struct Iteration {
     pub(crate) is_optimizer: bool,
 }
 
-/// A step divided into the nodes that move and the nodes that stay.
+/// A step, divided into moved and unmoved nodes.
 pub(super) struct Parts {
     /// The graph of the step, with pending values added and nodes removed.
     graph: Graph,
-    /// The nodes that stay, with their positions in the step.
+    /// The unmoved nodes, with their positions in the step.
     stays: Vec<(usize, Node)>,
     /// The moved nodes, which read pending values, in execution order. Each has the position before which it runs.
     moved: Vec<(usize, Node)>,
@@ -48,7 +48,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Divides a step into nodes that move, each with its new place, and nodes that stay.
+    /// Divides a step into moved nodes, each with its new place, and unmoved nodes.
     pub(super) fn of(mut graph: Graph, moved: &BTreeMap<usize, usize>) -> Result<Self, Error> {
         let types = types_of(&graph);
         let nodes: Vec<Node> = graph.take_nodes();
@@ -214,7 +214,7 @@ fn divided_updates(
     graph.updates().iter().copied().partition(moves)
 }
 
-/// Declares the pending value that stands for `id` in the next step.
+/// Declares the pending value that replaces `id` in the next step.
 fn add_pending(graph: &mut Graph, id: TensorId) -> Result<TensorId, Error> {
     let mut owners = graph.parameters().iter();
     let owner = owners.find(|parameter| parameter.gradient == Some(id));

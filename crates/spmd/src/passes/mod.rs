@@ -1,4 +1,4 @@
-//! Functions from graph to graph.
+//! Passes: functions that transform a graph into another graph.
 //!
 //! A pass implements [`GraphTransform`]; [`Pipeline`] applies passes in order. A pass declares the passes that it must
 //! follow and precede. Applying it twice or out of order is an error. After each pass the [`verifier`](verify()) checks

@@ -1,4 +1,4 @@
-//! Pipelines: passes applied one after the other.
+//! Pipelines: sequences of passes.
 
 use std::time::Instant;
 

@@ -1,6 +1,6 @@
 //! The pass that recomputes the forward of whole units in backward.
 //!
-//! It takes a graph without collectives: later passes gather the weights that backward then reads.
+//! It requires a graph without collectives: later passes gather the weights that backward then reads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

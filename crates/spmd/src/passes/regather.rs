@@ -1,4 +1,4 @@
-//! The pass that gathers weights for one visit of their unit at a time.
+//! The pass that frees and regathers weights between visits of their unit.
 //!
 //! It is the last pass that determines what is computed. Later passes determine only when.
 

@@ -1,4 +1,4 @@
-//! Hybrid sharding.
+//! The replica axis of hybrid sharding.
 
 use burn_fsdp_mesh::{Axis, Mesh};
 

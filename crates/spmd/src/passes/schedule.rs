@@ -44,7 +44,7 @@ pub struct Options {
     pub clip: Option<Clip>,
     /// Scaling of the loss, to keep 16-bit gradients from vanishing: off by default.
     pub loss_scaling: Option<LossScaling>,
-    /// Sizes of joined collectives; `None` for one collective per tensor.
+    /// Maximum sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
     /// True to start the next unit's gather before this unit computes. `None`, the default, is true if the group
     /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do. It is false for ranks that
@@ -168,7 +168,7 @@ impl Options {
         self
     }
 
-    /// Sets how collectives are joined; `None` for one collective per tensor.
+    /// Sets the maximum sizes of joined collectives; `None` for one collective per tensor.
     #[must_use]
     pub fn bucket(mut self, bucket: impl Into<Option<Bucket>>) -> Self {
         self.bucket = bucket.into();

@@ -1,4 +1,4 @@
-//! The pass that replaces weights of which an operation needs only the shape.
+//! The pass that replaces weights in operations that need only their shape.
 //!
 //! It runs before gathers are inserted, so weights that are not read are not gathered.
 

@@ -1,4 +1,4 @@
-//! Units of a model, by paths or patterns, and the pass that assigns them.
+//! Units of a model, derived from paths or patterns, and the pass that assigns them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::transform::GraphTransform;
 
 /// The units of a model: the modules whose parameters are gathered, freed and reduced together.
 ///
-/// By default, units are derived from the paths. A parameter in a list of modules belongs to the innermost element that
-/// consists of several modules, or otherwise to the outermost element. Examples are `blocks.3` for
+/// By default, units are derived from parameter paths. A parameter in a list of modules belongs to the innermost
+/// element that consists of several modules, or otherwise to the outermost element. Examples are `blocks.3` for
 /// `blocks.3.fc.weight`, `stages.0.blocks.17` for `stages.0.blocks.17.conv.weight`, and `layers.2` for
 /// `layers.2.weight`. Every other parameter belongs to the first module below the modules that contain all parameters
 /// of the model: `head` for `head.weight`, and `net.head` for `net.head.weight` if everything is in `net`.

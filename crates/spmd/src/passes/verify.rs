@@ -1,4 +1,4 @@
-//! The verifier: rules that hold for every graph, regardless of the passes that made it.
+//! The verifier: rules that every graph must satisfy, regardless of the passes that produced it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -67,7 +67,7 @@ const RULES: &[Rule] = &[
 
 const TYPES: Rule = ("ranks hold what the readers of each value need", types_fit);
 
-/// Returns the names of the rules.
+/// Returns the names of the rules, in the order in which they are checked.
 pub fn rules() -> impl Iterator<Item = &'static str> {
     RULES.iter().map(|(name, _)| *name)
 }

@@ -1,4 +1,4 @@
-//! Chooses the cheapest of the ways to run an operation that its signature allows.
+//! Chooses the cheapest way to run an operation among those that its signature allows.
 
 use std::collections::BTreeMap;
 

@@ -13,7 +13,7 @@ use crate::trace::LOSS_FACTOR;
 /// parameters and tensors of the batch are replicated.
 ///
 /// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
-/// names. If several patterns match, the last one for an axis counts. Optimizer states have their parameter's
+/// names. If several patterns match, the last one for an axis applies. Optimizer states have their parameter's
 /// placement, gradients are redistributed to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly, but must have at least one element per rank. It is
@@ -123,7 +123,7 @@ impl Expand {
         Ok(placed)
     }
 
-    /// Returns the first of these inputs that no pattern matches, if any pattern shards inputs.
+    /// Returns the first input that no pattern matches; `None` if all match, or if no pattern shards inputs.
     pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
         let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
         let mut names = names.filter(|_| self.inputs.iter().any(cuts));
@@ -219,7 +219,7 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Returns the placement that counts for a name on an axis: the last that matches.
+/// Returns the placement that applies to a name on an axis: the last that matches.
 fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
     let mut latest = wishes.iter().rev();
     latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))

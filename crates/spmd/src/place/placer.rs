@@ -18,7 +18,7 @@ use crate::Precision;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
-/// The uses that determine the placements of a value that leaves the graph or goes to the optimizer.
+/// The uses that determine the placements of a value read by the optimizer or outside the graph.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Destination {
     /// Indices of the parameters with this value as gradient. Parameters that are added to each other share one.

@@ -34,7 +34,7 @@ pub(super) fn cost(
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
         (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
-        // Costs as much as an all-reduce, so a value is not sharded only because it has to be reduced.
+        // Costs as much as an all-reduce, so the need for a reduction does not cause sharding.
         (Placement::Partial(_), Placement::Replicate) => 2.0 * moved,
         (Placement::Partial(_), Placement::Shard(_)) => 2.0 * moved * (1.0 + SLICE),
         (Placement::Replicate, Placement::Replicate) => 0.0,

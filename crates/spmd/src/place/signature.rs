@@ -145,7 +145,7 @@ impl Signature {
         summed.fold(gradient, Self::sums)
     }
 
-    /// Returns what is wrong with a signature that no operation can have.
+    /// Returns why no operation can have this signature; `None` if it is valid.
     pub(crate) fn fault(&self) -> Option<String> {
         let operands = || self.inputs.iter().chain(&self.outputs);
         for letter in self.letters() {

@@ -10,7 +10,7 @@ use super::scaled::{Scaled, ScaledGradient, share, vector};
 use super::walk::{Total, Walk};
 use crate::error::Error;
 
-/// A layer norm: `y` of `x`.
+/// A layer norm with input `x` and result `y`.
 struct Forward {
     x: TensorId,
     y: TensorId,
@@ -25,7 +25,7 @@ struct Forward {
 struct Backward {
     /// Gradient of `y`.
     grad: TensorId,
-    /// The first node of the gradients.
+    /// The first node of the gradients that reads `grad`.
     at: usize,
     /// Gradient of `x`.
     of_x: Total,

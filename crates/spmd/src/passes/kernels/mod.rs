@@ -1,6 +1,6 @@
-//! The pass that puts kernels in place of functions that Burn composes of many operations.
+//! The pass that replaces functions that Burn composes of many operations with kernels.
 //!
-//! It takes the graph of one rank or, with placements, of each rank. The resulting nodes read less memory.
+//! It runs on the graph of one rank or, with placements, of each rank. Kernels read less memory.
 
 mod attention;
 mod layer_norm;
@@ -126,7 +126,7 @@ fn use_gelu(node: &mut Node) {
     }
 }
 
-/// Puts a kernel in place of a node.
+/// Replaces a node with a kernel.
 pub(super) fn put(
     node: &mut Node,
     operation: FusedOperation,

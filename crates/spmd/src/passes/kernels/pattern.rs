@@ -59,7 +59,7 @@ pub(super) enum Kind {
     ScatterAdd(usize),
 }
 
-/// A graph in which operations are found and replaced.
+/// A graph, and the replacements to apply to it.
 pub(super) struct Patterns {
     pub(super) graph: Graph,
     nodes: Vec<Node>,
@@ -72,7 +72,7 @@ pub(super) struct Patterns {
     before: BTreeMap<usize, Vec<Node>>,
     /// Removed nodes.
     gone: BTreeSet<usize>,
-    /// Values that inserted nodes read.
+    /// Values that the inserted nodes read.
     read_anew: BTreeSet<TensorId>,
 }
 

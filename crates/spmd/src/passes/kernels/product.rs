@@ -18,7 +18,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the product of all dims except the last, and the last.
+/// Returns the sizes of a tensor as a matrix: the product of all dims except the last, and the last dim.
 fn matrix(shape: &[usize]) -> Option<[usize; 2]> {
     let (width, rows) = shape.split_last()?;
     Some([rows.iter().product(), *width])

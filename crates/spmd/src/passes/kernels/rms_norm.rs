@@ -14,7 +14,7 @@ use crate::error::Error;
 struct Backward {
     /// Gradient of the result.
     grad: TensorId,
-    /// The first node of the gradients.
+    /// The first node of the gradients that reads `grad`.
     at: usize,
     of_rows: Total,
     /// Gradient of gamma, a row.

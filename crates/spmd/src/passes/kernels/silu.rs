@@ -73,7 +73,7 @@ impl Silu {
     }
 }
 
-/// Replaces a SiLU without the product that it gates.
+/// Replaces only a SiLU, not the product that it gates.
 fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);

@@ -9,7 +9,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         return None;
     };
     let query: &str = match op.options.is_causal {
-        // A query's position determines which keys it sees.
+        // A query's position determines the keys that it attends to.
         true => "bh..",
         false => "bhs.",
     };

@@ -62,7 +62,7 @@ impl SpmdType {
         }
     }
 
-    /// Returns the owner's index, if only one rank has the value.
+    /// Returns the owner's index; `None` if the value is not owned by one rank.
     pub(super) fn owner(self) -> Option<usize> {
         match self {
             Self::Owned(owner) => Some(owner),

@@ -1,4 +1,4 @@
-//! The ways in which nodes run on the ranks of one axis.
+//! How nodes run on the ranks of one axis.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use super::program::of_program;
 use crate::graph::{Node, Trait, is};
 use crate::place::rules;
 
-/// The way in which a node runs on the ranks of one axis.
+/// How a node runs on the ranks of one axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Way {
     /// It creates its results without operands, as a constant does.
