@@ -16,10 +16,10 @@ fn report(run: &Run) -> Value {
 #[test]
 fn a_file_is_the_same_as_its_flags() {
     let folder = Folder::new();
-    let file = "steps = 3\nlr = 0.01\nlr-schedule = 'wsd'\nlr-decay = 2\nno-decay = ['wpe.*', 'vectors']\n\
+    let file = "steps = 3\nlr = 0.01\nlr-schedule = 'wsd'\nlr-decay = 3\nno-decay = ['wpe.*', 'vectors']\n\
                 compile = true\nactivation-checkpointing = false\nmemory-budget = '1GiB'\n";
     folder.write("run.toml", file);
-    let flags = "--steps 3 --lr 0.01 --lr-schedule wsd --lr-decay 2 --no-decay wpe.* --no-decay vectors --compile \
+    let flags = "--steps 3 --lr 0.01 --lr-schedule wsd --lr-decay 3 --no-decay wpe.* --no-decay vectors --compile \
                  --memory-budget 1GiB";
     let of_flags = report(&folder.run(&format!("{RUN} {flags}")));
     let of_file = report(&folder.run(&format!("{RUN} --config run.toml")));
@@ -28,7 +28,7 @@ fn a_file_is_the_same_as_its_flags() {
     // The schedule of the file was used: a constant rate gives other losses.
     folder.write(
         "run.toml",
-        file.replace("'wsd'\nlr-decay = 2", "'constant'"),
+        file.replace("'wsd'\nlr-decay = 3", "'constant'"),
     );
     let of_other = report(&folder.run(&format!("{RUN} --config=run.toml")));
     assert_ne!(losses(&of_other), losses(&of_flags));
