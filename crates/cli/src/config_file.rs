@@ -72,12 +72,16 @@ struct File<'a> {
     train: Command,
 }
 
+fn failed(path: &Path, problem: String) -> InputError {
+    InputError::Config {
+        path: path.to_owned(),
+        problem,
+    }
+}
+
 impl<'a> File<'a> {
     fn read(path: &'a Path) -> Result<Self, InputError> {
-        let failed = |problem: String| InputError::Config {
-            path: path.to_owned(),
-            problem,
-        };
+        let failed = |problem| failed(path, problem);
         let mut text = String::new();
         let file = std::fs::File::open(path);
         let read = file.and_then(|file| file.take(LONGEST + 1).read_to_string(&mut text));
@@ -117,31 +121,21 @@ impl<'a> File<'a> {
     }
 
     fn arg(&self, key: &str) -> Result<&Arg, InputError> {
-        let is_key = |arg: &&Arg| arg.get_long() == Some(key);
-        let found = self.train.get_arguments().find(is_key);
-        match found {
-            Some(arg) if is_setting(arg) => Ok(arg),
-            Some(_) => Err(self.failed(format!(
-                "--{key} cannot be in a file; pass it on the command line"
-            ))),
-            None => {
-                let problem = match key.replace('_', "-") {
-                    dashed
-                        if dashed != key
-                            && self
-                                .train
-                                .get_arguments()
-                                .any(|arg| arg.get_long() == Some(&dashed)) =>
-                    {
-                        format!("unknown key `{key}`; write `{dashed}`")
-                    }
-                    _ => format!(
-                        "unknown key `{key}`; keys are the long flags of `burn-fsdp train --help` without dashes"
-                    ),
-                };
-                Err(self.failed(problem))
-            }
-        }
+        let dashed = key.replace('_', "-");
+        let problem = match (self.find(key), self.find(&dashed)) {
+            (Some(arg), _) if is_setting(arg) => return Ok(arg),
+            (Some(_), _) => format!("--{key} cannot be in a file; pass it on the command line"),
+            (None, Some(_)) => format!("unknown key `{key}`; write `{dashed}`"),
+            (None, None) => format!(
+                "unknown key `{key}`; keys are the long flags of `burn-fsdp train --help` without dashes"
+            ),
+        };
+        Err(self.failed(problem))
+    }
+
+    fn find(&self, long: &str) -> Option<&Arg> {
+        let mut all = self.train.get_arguments();
+        all.find(|arg| arg.get_long() == Some(long))
     }
 
     /// Checks each value. Flags that need or exclude others are checked with the whole command line.
@@ -161,10 +155,7 @@ impl<'a> File<'a> {
     }
 
     fn failed(&self, problem: String) -> InputError {
-        InputError::Config {
-            path: self.path.to_owned(),
-            problem,
-        }
+        failed(self.path, problem)
     }
 }
 

@@ -453,11 +453,7 @@ fn window(settings: Settings<'_>, family: Family, layers: usize) -> Result<Slidi
     if is_sliding.len() != layers {
         return Err(wrong(&format!("one kind for each of its {layers} layers")));
     }
-    let same = |window: SlidingWindow| {
-        let mut layers = is_sliding.iter().enumerate();
-        layers.all(|(layer, expected)| window.of_layer(layer).is_some() == *expected)
-    };
-    if same(usual) {
+    if usual.is_in(&is_sliding) {
         return Ok(usual);
     }
     match size {

@@ -180,10 +180,13 @@ impl SlidingWindow {
         let from = (1..num_layers).map(|first| Self::From { size, first });
         let periods = (2..=num_layers).map(|period| Self::AllBut { size, period });
         let mut known = [Self::All { size }].into_iter().chain(periods).chain(from);
-        known.find(|window| {
-            let mut layers = is_sliding.iter().enumerate();
-            layers.all(|(layer, expected)| window.of_layer(layer).is_some() == *expected)
-        })
+        known.find(|window| window.is_in(is_sliding))
+    }
+
+    /// Returns true if the layers with windows are those for which `is_sliding` is true.
+    pub(crate) fn is_in(self, is_sliding: &[bool]) -> bool {
+        let mut layers = is_sliding.iter().enumerate();
+        layers.all(|(layer, expected)| self.of_layer(layer).is_some() == *expected)
     }
 
     /// Returns the number of tokens of the windows.

@@ -144,8 +144,8 @@ impl<'a> Settings<'a> {
     }
 
     /// Returns a setting's value for an error.
-    pub(crate) fn shown(&self, name: &'a str) -> String {
-        self.get(name).map_or("absent".to_owned(), shown)
+    pub(crate) fn shown(&self, name: &str) -> String {
+        self.map.get(name).map_or("absent".to_owned(), shown)
     }
 
     /// Returns a number, or `None` if it is absent.
@@ -241,11 +241,11 @@ pub(crate) fn refuse(
 ) -> Result<(), String> {
     match asked.iter().find(|(_, differs, _)| *differs) {
         None => Ok(()),
-        Some((setting, _, expected)) => {
-            let found = settings.map.get(*setting);
-            let found = found.map_or("absent".to_owned(), shown);
-            Err(refusal(model, (setting, &found), expected))
-        }
+        Some((setting, _, expected)) => Err(refusal(
+            model,
+            (setting, &settings.shown(setting)),
+            expected,
+        )),
     }
 }
 

@@ -146,8 +146,9 @@ fn check(args: &LaunchArgs, resumes: impl Fn(&[String]) -> bool) -> Result<(), I
         });
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
-    let training = args.command.windows(2).position(is_own);
-    let starts_over = training.is_some_and(|at| !resumes(&args.command[at + 2..]));
+    let words = words(args, 0);
+    let training = words.windows(2).position(is_own);
+    let starts_over = training.is_some_and(|at| !resumes(&words[at + 2..]));
     if args.max_restarts > 0 && starts_over {
         return Err(InputError::Restart {
             problem: "each restart of `train` would train from scratch; pass it --checkpoint-dir, --save-every and \
@@ -157,14 +158,18 @@ fn check(args: &LaunchArgs, resumes: impl Fn(&[String]) -> bool) -> Result<(), I
     Ok(())
 }
 
-/// Starts the command, with this attempt's number of ranks in place of `{ranks}`.
-fn start(args: &LaunchArgs, restarts: usize, tether: &Tether) -> Result<Child, InputError> {
+/// Returns the command of an attempt, with its number of ranks in place of `{ranks}`.
+fn words(args: &LaunchArgs, restarts: usize) -> Vec<String> {
     let ranks = args.ranks.get(restarts).or(args.ranks.last());
     let filled = |word: &String| match ranks {
         Some(ranks) => word.replace(RANKS, &ranks.to_string()),
         None => word.clone(),
     };
-    let mut words = args.command.iter().map(filled);
+    args.command.iter().map(filled).collect()
+}
+
+fn start(args: &LaunchArgs, restarts: usize, tether: &Tether) -> Result<Child, InputError> {
+    let mut words = words(args, restarts).into_iter();
     let program = words.next().unwrap_or_default();
     let mut command = Command::new(program);
     command.args(words);

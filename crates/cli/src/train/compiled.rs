@@ -4,15 +4,6 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::backend::Flex;
-#[cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "webgpu",
-    feature = "cuda",
-    feature = "rocm"
-))]
-use burn::backend::{Cube, DispatchDevice};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
@@ -253,9 +244,9 @@ pub(crate) fn trainer<'a, A: Architecture>(
         feature = "cuda",
         feature = "rocm"
     ))]
-    if let DispatchDevice::Cube(on) = config.device(world).as_dispatch() {
+    if let burn::backend::DispatchDevice::Cube(on) = config.device(world).as_dispatch() {
         let on = on.clone();
-        let step = Compiled::<A, Cube>::new(sizes, config, (world, mesh), on)?;
+        let step = Compiled::<A, burn::backend::Cube>::new(sizes, config, (world, mesh), on)?;
         return Ok(Box::new(step));
     }
     let step = Compiled::<A, Flex>::new(sizes, config, (world, mesh), Default::default())?;

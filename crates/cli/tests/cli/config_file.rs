@@ -152,4 +152,10 @@ fn launch_finds_resume_in_the_file() {
     let run = folder.run(&start);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(folder.names().iter().any(|name| name == "steps"));
+    // The ranks of an attempt are filled in before the file is found.
+    let attempts = "launch --max-restarts 1 --ranks 2,1";
+    let run = folder.run(&format!(
+        "{attempts} -- {program} {RUN} --ranks {{ranks}} --config run.toml"
+    ));
+    assert_eq!(run.code, 0, "{}", run.stderr);
 }
