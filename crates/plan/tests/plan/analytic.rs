@@ -111,7 +111,7 @@ fn collectives_started_early_are_awaited_less() {
 fn a_plan_is_printed_as_text_json_and_a_picture() {
     let plan = plan(&Options::default());
     let text = plan.to_string();
-    for word in ["peak", "all_gather", "matrix products", "a step"] {
+    for word in ["peak", "all_gather", "matrix products", "per step"] {
         assert!(text.contains(word), "{word}: {text}");
     }
     let json = plan.to_json().unwrap();

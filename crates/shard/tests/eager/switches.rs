@@ -117,9 +117,9 @@ fn printed_memory_has_every_number_and_the_pinned_weights() {
         let device = burn::tensor::Device::flex().autodiff();
         let model = build(MLP, &world, &device, blocks())?;
         for step in 0..2 {
-            backward(model.loss(world.rank(), step, &device), &model)?;
+            backward(model.loss_of_row(world.rank(), step, &device), &model)?;
         }
-        let of_root = || backward(model.loss(world.rank(), 2, &device), &model);
+        let of_root = || backward(model.loss_of_row(world.rank(), 2, &device), &model);
         no_sync(&model.embed, of_root)??;
         let memory = memory(&model)?;
         assert_eq!(memory.unreduced, ROOT);
