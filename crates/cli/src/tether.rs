@@ -10,7 +10,7 @@ use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 use std::{env, process};
@@ -26,6 +26,9 @@ const VARIABLE: &str = "BURN_FSDP_LAUNCHED_BY";
 
 /// The time between two checks that `launch` is alive, if there is no pipe.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// The longest wait until the message is printed.
+const PRINT_AT_MOST: Duration = Duration::from_secs(1);
 
 /// The exit code of a process that SIGTERM ends. When `launch` is gone, a process with nothing to save exits with it as
 /// well.
@@ -171,19 +174,32 @@ pub(crate) fn is_tied() -> bool {
 fn end() {
     match STOP.get() {
         Some((stop, says_so)) => {
-            // Set the flag first: the reader of the message may also be gone, and printing may block.
-            stop.store(true, Ordering::Relaxed);
+            // Print first: once the flag is set, the process may end at any time.
             if *says_so {
-                console::tell(
+                tell_within(
+                    PRINT_AT_MOST,
                     "warning: `burn-fsdp launch` has ended; this process now stops in an orderly way",
                 );
             }
+            stop.store(true, Ordering::Relaxed);
         }
         None => {
             console::tell("error: `burn-fsdp launch`, which started this process, has ended");
             process::exit(TOLD_TO_END);
         }
     }
+}
+
+/// Prints a message, and waits no longer than `limit`. Printing blocks if the reader of the output is gone as well.
+fn tell_within(limit: Duration, message: &'static str) {
+    let (printed, is_printed) = mpsc::channel();
+    let print = move || {
+        console::tell(message);
+        let _ = printed.send(());
+    };
+    // Without the thread, its end of the channel is dropped, and the wait is over.
+    let _ = thread::Builder::new().spawn(print);
+    let _ = is_printed.recv_timeout(limit);
 }
 
 /// Returns the path under which this process can reopen one of its open files.
