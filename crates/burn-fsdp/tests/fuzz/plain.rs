@@ -185,18 +185,18 @@ impl Plainly<'_> {
             true => (1.0, number),
             false => (number, 1.0),
         };
-        let near = leg.arrived(net.clone());
         let loss_of = |cast: &Net, batch| self.plan.loss_by_hand(cast, batch) / before;
         let losses: Vec<_> = match together {
             // One cast of each parameter, whose gradients are accumulated.
             Accumulation::Joined => {
-                let cast = halves.cast(&self.plan, near);
+                let cast = halves.cast(&self.plan, leg.arrived(net.clone()));
                 let losses = batches.into_iter().map(|batch| loss_of(&cast, batch));
                 losses.reduce(|sum, loss| sum + loss).into_iter().collect()
             }
+            // Burn consumes the graph of a loss in its backward, so losses share nothing but the parameters.
             _ => {
                 let casts = batches.into_iter().map(|batch| {
-                    let cast = halves.cast(&self.plan, near.clone());
+                    let cast = halves.cast(&self.plan, leg.arrived(net.clone()));
                     loss_of(&cast, batch)
                 });
                 casts.collect()
