@@ -14,9 +14,9 @@ use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of queries that are processed together. Under a mask, a block computes only the keys that at least one of its
-/// queries attends to. Smaller blocks therefore waste less work, while larger blocks have more efficient matrix
-/// products.
+/// Number of queries that are processed together. Under a mask, a block can skip the keys before the first and after
+/// the last one that any of its queries attends to. Smaller blocks therefore waste less work, while larger blocks have
+/// more efficient matrix products.
 pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.

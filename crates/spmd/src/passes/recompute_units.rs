@@ -117,7 +117,8 @@ fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
     })
 }
 
-/// The nodes of forward from the first that reads a unit's weights up to the first that reads another unit's.
+/// The nodes of forward from the first that reads a unit's weights until the next that reads another unit's, except
+/// views and casts of weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitVisit {
     /// The unit.

@@ -1,6 +1,6 @@
 //! The passes that split collectives into start and wait, and move work in between.
 //!
-//! No pass after these joins collectives: they only move nodes.
+//! No later pass joins collectives.
 
 use std::collections::{BTreeSet, VecDeque};
 

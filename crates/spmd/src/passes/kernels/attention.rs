@@ -51,7 +51,7 @@ struct Backward {
 /// Swaps the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
-/// Replaces every attention whose gradients are also all recognized.
+/// Replaces every attention whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -73,7 +73,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
 }
 
 impl Forward {
-    /// Returns the kernel's operands: queries, keys, values, and the optional operands after them.
+    /// Returns the kernel's operands: queries, keys, values, masks, and the factors of the probabilities.
     fn operands(&self) -> Vec<TensorId> {
         let masks = self.fills.iter().map(|(mask, _)| *mask);
         let operands = [self.queries, self.keys, self.values].into_iter();
@@ -325,7 +325,7 @@ fn insert(
 /// The dims of heads and time, which kernels expect in the opposite order.
 const HEADS: (usize, usize) = (1, 2);
 
-/// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` at a node.
+/// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` before the node `at`.
 fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<TensorId>, Error> {
     let turn = |id: &TensorId| {
         let view = swapped(patterns, *id);

@@ -36,7 +36,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every layer norm whose gradients are also all recognized.
+/// Replaces every layer norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {

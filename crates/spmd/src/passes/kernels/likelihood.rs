@@ -30,7 +30,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every likelihood whose gradient is also recognized.
+/// Replaces every likelihood whose gradient, if any, is recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {

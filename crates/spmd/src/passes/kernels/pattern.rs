@@ -113,7 +113,7 @@ impl Patterns {
         self.nodes.len()
     }
 
-    /// Returns the kind of a node that has not been removed.
+    /// Returns the kind of a node; `None` if it has been removed or is in no pattern.
     pub(super) fn kind(&self, index: usize) -> Option<Kind> {
         self.kinds[index].filter(|_| !self.gone.contains(&index))
     }
@@ -127,7 +127,7 @@ impl Patterns {
         self.nodes[index].inputs().collect()
     }
 
-    /// Returns the result of a node, which has only one.
+    /// Returns the first result of a node.
     pub(super) fn output(&self, index: usize) -> TensorId {
         self.nodes[index]
             .outputs()
@@ -158,7 +158,7 @@ impl Patterns {
         readers.filter(|index| !self.gone.contains(index))
     }
 
-    /// Returns the operation of the given kind on these operands in this phase.
+    /// Returns the node with this kind, operands and phase, if there is one.
     pub(super) fn find_node(&self, kind: Kind, inputs: &[TensorId], phase: Phase) -> Option<usize> {
         let is = |index: &usize| {
             self.kind(*index) == Some(kind)
@@ -202,7 +202,7 @@ impl Patterns {
         })
     }
 
-    /// Returns the first node that reads a value.
+    /// Returns the first node that reads a value, or the number of nodes if there is none.
     pub(super) fn first_reader(&self, id: TensorId) -> usize {
         self.readers(id).min().unwrap_or(self.nodes.len())
     }
@@ -218,7 +218,7 @@ impl Patterns {
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Inserts a kernel with these inputs and outputs at a node.
+    /// Inserts a kernel with these inputs and outputs before the node `at`.
     pub(super) fn insert_kernel(
         &mut self,
         at: usize,
@@ -243,7 +243,7 @@ impl Patterns {
         self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
-    /// Inserts a view of a value with two dims swapped at a node.
+    /// Inserts a view of a value with two dims swapped before the node `at`.
     pub(super) fn insert_swap(
         &mut self,
         at: usize,
@@ -268,7 +268,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Inserts a reshape of one value to another at a node.
+    /// Inserts a reshape of one value to another before the node `at`.
     pub(super) fn insert_reshape(
         &mut self,
         at: usize,
@@ -285,7 +285,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Gives a value the placements of its view or base `view`, unless it is given or already placed.
+    /// Places a value like its view or base `view`, unless it is given or already placed.
     fn place_as(&mut self, value: TensorId, view: TensorId, dim_of: impl Fn(usize) -> usize) {
         if self.graph.placements(value).is_some()
             || self
@@ -306,7 +306,7 @@ impl Patterns {
         self.graph.place(value, on);
     }
 
-    /// Inserts an operation on two values at a node.
+    /// Inserts an operation on two values before the node `at`.
     pub(super) fn insert_binary(
         &mut self,
         at: usize,
@@ -332,7 +332,7 @@ impl Patterns {
     }
 }
 
-/// A binary operation that passes insert.
+/// A binary operation that the pass inserts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BinaryKind {
     Add,

@@ -22,7 +22,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every norm whose gradients are also all recognized.
+/// Replaces every norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(norm) = norm(patterns, index) else {

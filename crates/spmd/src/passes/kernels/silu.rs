@@ -25,7 +25,7 @@ struct SiluGradient {
     of_x: Total,
 }
 
-/// Replaces every SiLU whose gradient is also recognized, together with the gated product if nothing else reads the
+/// Replaces every SiLU whose gradient, if any, is recognized, together with the gated product if nothing else reads the
 /// SiLU.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {

@@ -33,7 +33,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every softmax whose gradients are also all recognized.
+/// Replaces every softmax whose gradient, if any, is recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
