@@ -219,8 +219,8 @@ impl RowKernel for Gradient<'_> {
     }
 }
 
-/// Turns the gradient of a normalized row into the gradient of the row. `mean` is the mean of the gradient if the
-/// norm subtracts the row's mean.
+/// Turns the gradient of a normalized row into the gradient of the row. `mean` is the mean of the gradient if the norm
+/// subtracts the row's mean, and otherwise zero.
 #[inline(always)]
 fn replace_row(grad: &mut [f32], x: &[f32], mean: f32, moments: Moments) {
     let width = grad.len() as f32;

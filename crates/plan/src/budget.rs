@@ -48,7 +48,7 @@ pub enum BudgetError {
         /// The lowest peak of the schedules that were tried, in bytes per rank.
         least: u64,
     },
-    /// The step cannot be lowered.
+    /// The step cannot be lowered, or does not support a memory budget.
     #[error(transparent)]
     Step(#[from] Error),
 }

@@ -168,8 +168,8 @@ impl Operands {
         }
     }
 
-    /// Returns true if masked keys may be omitted from sums: the other factors are finite, so their products with zero
-    /// are zero.
+    /// Returns true if masked keys may be omitted from sums, because the other factors are finite and their products
+    /// with zero are zero.
     fn may_leave_out(&self, parts: &[Part], grad: Option<&FlexTensor>) -> bool {
         let operands = parts.iter().map(|part| &self.parts[*part as usize]);
         let is_filled = matches!(&self.mask, Mask::Filled(fills) if !fills.is_empty());

@@ -251,7 +251,7 @@ pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     walk.fixed
 }
 
-/// Reads the data of a batch's tensors back to the host, by name.
+/// Reads the data of a batch's tensors back to the host, and returns it with their names.
 pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     struct Read {
         path: Path,
