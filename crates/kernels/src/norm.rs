@@ -84,7 +84,7 @@ pub(crate) fn forward(
     scaled(x, gamma, Some(beta), (Form::Layer, epsilon))
 }
 
-/// Returns rows divided by their root mean square and scaled by gamma.
+/// Returns `row / sqrt(mean_square(row) + epsilon) * gamma` for each row.
 pub(crate) fn root_mean_square(x: FlexTensor, gamma: FlexTensor, epsilon: f32) -> FlexTensor {
     scaled(x, gamma, None, (Form::RootMeanSquare, epsilon))
 }

@@ -204,8 +204,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Recomputes nothing if the step then fits, and otherwise the fastest subset of units that fits. The costs of
-    /// units are not additive, because operations that two units recompute may be merged.
+    /// Plans the step without recomputation if it then fits, and otherwise with the fastest subset of units that fits.
+    /// The costs of units are not additive, because operations that two units recompute may be merged.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {

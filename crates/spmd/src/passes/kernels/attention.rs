@@ -81,7 +81,7 @@ impl Forward {
     }
 }
 
-/// Returns the attention whose last node is the given one.
+/// Returns the attention whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [multiplied, values] = operands(patterns, at)?;
     let mut nodes = BTreeSet::from([at]);
@@ -271,7 +271,7 @@ fn scales_alike(kind: Kind, factor: f64) -> bool {
     is_scaling && (self::factor(Some(kind)) - factor).abs() <= 1e-6 * factor.abs()
 }
 
-/// Returns the factor of a scaling.
+/// Returns the factor of a scaling, or 1 if there is none.
 fn factor(scale: Option<Kind>) -> f64 {
     match scale {
         Some(Kind::MulScalar(by)) => by,

@@ -1,4 +1,4 @@
-//! Layer norms.
+//! Replaces layer norms with kernels.
 
 use std::collections::BTreeSet;
 
@@ -96,7 +96,7 @@ fn put(
     gradient.of_x.add_rests(patterns, parts)
 }
 
-/// Returns the layer norm whose last node is the given one.
+/// Returns the layer norm whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     if patterns.kind(at)? != Kind::Add {
         return None;

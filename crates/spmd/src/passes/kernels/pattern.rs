@@ -207,7 +207,7 @@ impl Patterns {
         self.readers(id).min().unwrap_or(self.nodes.len())
     }
 
-    /// Removes nodes.
+    /// Removes nodes from the finished graph and from later searches.
     pub(super) fn remove(&mut self, nodes: &BTreeSet<usize>) {
         self.gone.extend(nodes.iter().copied());
     }

@@ -1,4 +1,4 @@
-//! Root-mean-square norms.
+//! Replaces root-mean-square norms with kernels.
 
 use std::collections::BTreeSet;
 
@@ -47,7 +47,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the norm whose last node is the given one.
+/// Returns the norm whose last node is `at`, if there is one.
 fn norm(patterns: &Patterns, at: usize) -> Option<Scaled> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let norm = Scaled::ending_with(patterns, at)?;

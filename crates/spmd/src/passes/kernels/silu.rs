@@ -1,4 +1,4 @@
-//! SiLU, as a function and as a gate.
+//! Replaces SiLU, as a function and as a gate, with kernels.
 
 use std::collections::BTreeSet;
 
@@ -39,7 +39,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the SiLU whose last node is the given one.
+/// Returns the SiLU whose last node is `at`, if there is one.
 fn silu(patterns: &Patterns, at: usize) -> Option<Silu> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let phase = patterns.phase(at);
