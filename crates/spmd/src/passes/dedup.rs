@@ -11,8 +11,8 @@ use crate::graph::{Collective, CollectiveKind, Graph, Role, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal collectives: all-gathers of the same shard, and all-reduces and reduce-scatters of the
-/// same value. Collectives that produce the gradients of different parameters stay separate.
+/// The pass that merges equal collectives: the same operation on the same values along the same axis, such as
+/// all-gathers of the same shard. Collectives that produce the gradients of different parameters stay separate.
 ///
 /// A weight is then gathered at its first use and stays until its last use, in backward. [`Regather`](super::Regather)
 /// frees it in between.

@@ -121,7 +121,7 @@ impl IterationGraph {
 
     /// Returns the node before which the given nodes must run in the next step; `None` if there is none. This is the
     /// first unmoved node that reads a value that they replace (parameter, state, buffer), or the place of a moved node
-    /// that reads their results.
+    /// that reads their results, whichever comes first.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -213,7 +213,7 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Makes those of these moved nodes that start a collective on only pending values run at the beginning of the next
+    /// Lets each of these moved nodes that starts a collective on only pending values run at the beginning of the next
     /// step, before the first unmoved node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());

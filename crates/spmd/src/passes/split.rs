@@ -69,8 +69,8 @@ impl GraphTransform for Split {
     }
 }
 
-/// The pass that starts each all-gather right after the wait of the one before it: the next unit's weights are gathered
-/// while this unit computes. One gather is in flight at a time, in addition to the unit in use.
+/// The pass that starts each all-gather of weights right after the wait of the one before it: the next unit's weights
+/// are gathered while this unit computes. One gather is in flight at a time, in addition to the unit in use.
 ///
 /// ```text
 /// before                                  after

@@ -13,8 +13,9 @@ use crate::error::Error;
 /// The tensors that a loss closure receives in addition to the model.
 ///
 /// It is implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, nested in any
-/// way. Implement it for a struct by mapping its fields in a fixed order. A vector of another length, a map with other
-/// keys, and an option that is set or not get their own graphs. A map's values are visited in the order of their keys.
+/// way. Implement it for a struct by mapping its fields in a fixed order. Each length of a vector, each set of keys of
+/// a map, and the presence or absence of an option gets its own graph. A map's values are visited in the order of their
+/// keys.
 ///
 /// Fields that are not tensors are frozen into the graph with their values in the traced batch, unless they are named
 /// with [`BatchMapper::fixed`]:

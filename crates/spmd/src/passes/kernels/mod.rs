@@ -26,7 +26,7 @@ use crate::transform::GraphTransform;
 use pattern::Patterns;
 
 /// The pass that replaces functions that consist of many of Burn's operations, in forward and backward. Each becomes
-/// one operation of the crate `kernels`. The functions are attention (with dropout on its probabilities), softmax, its
+/// one operation of [`burn_fsdp_kernels`]. The functions are attention (with dropout on its probabilities), softmax, its
 /// logarithm and the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and
 /// SiLU-gated products. Products that Burn computes separately for each matrix of a batch become one product.
 ///

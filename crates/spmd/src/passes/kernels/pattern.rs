@@ -187,7 +187,8 @@ impl Patterns {
         inner.all(|id| !operands.contains(&id) && self.is_read_by(id, nodes))
     }
 
-    /// Returns true if the graph shows that a value is in row-major order, so a reshape copies nothing.
+    /// Returns true unless a value is a view other than a reshape. Its elements are then usually in row-major order,
+    /// and a reshape copies nothing.
     pub(super) fn is_in_order(&self, id: TensorId) -> bool {
         let operation = self
             .writers

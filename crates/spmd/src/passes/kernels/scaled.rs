@@ -27,9 +27,9 @@ pub(super) struct Scaled {
 pub(super) struct ScaledGradient {
     /// Gradient of the result.
     pub(super) grad: TensorId,
-    /// The addend for the rows as the dividend.
+    /// The addend through the dividend.
     pub(super) direct: TensorId,
-    /// The addends for the rows as the two factors of the square: one for each, or one for both.
+    /// The addends through the two factors of the rows' square: one per factor, or one for both.
     pub(super) parts: Vec<TensorId>,
 }
 

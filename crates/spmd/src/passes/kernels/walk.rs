@@ -36,8 +36,8 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Walks to the result of a sum over all dims except the last. Burn does not sum along dims of size one, but sums a
-    /// larger dim of which this rank has only one element.
+    /// Walks to the result of a sum over all dims except the last. Burn does not sum along dims of size one, but does
+    /// sum along a larger dim that has size one only on this rank.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);
