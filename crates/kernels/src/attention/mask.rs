@@ -13,7 +13,7 @@ use crate::vectors::Kernel;
 pub(super) enum Mask {
     /// A query attends to the keys up to its own position.
     Causal,
-    /// Wherever a mask is set, a number replaces the score, one mask after the other.
+    /// Masks that are applied in order. Where a mask is set, its number replaces the score.
     Filled(Vec<Fill>),
 }
 

@@ -8,7 +8,7 @@ use super::pattern::{BinaryKind, Kind, Patterns, bits};
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A walk from operation to operation in backward, which records the nodes.
+/// A walk through operations of backward that records the nodes it visits.
 pub(super) struct Walk<'a> {
     pub(super) patterns: &'a Patterns,
     pub(super) nodes: BTreeSet<usize>,
