@@ -37,7 +37,7 @@ pub(crate) trait Kernels: Backend {
         heads: usize,
     ) -> FloatTensor<Self>;
 
-    /// Returns the gradient of the logits and the loss.
+    /// Returns two tensors: the gradient of the logits, and the loss.
     fn cross_entropy_kernel(
         logits: FloatTensor<Self>,
         targets: IntTensor<Self>,

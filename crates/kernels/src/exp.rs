@@ -36,7 +36,7 @@ fn exp_nonpositive(x: f32) -> f32 {
 }
 
 /// Returns `e^x` for `x <= 0`, or zero if the result is below about the smallest normal number. Masked elements
-/// therefore contribute nothing, regardless of their factor.
+/// therefore contribute nothing to a sum, unless their factor is not finite.
 #[inline(always)]
 pub(crate) fn exp_or_zero(x: f32) -> f32 {
     let exp = exp_nonpositive(x);

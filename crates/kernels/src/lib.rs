@@ -1,9 +1,10 @@
 //! Model operations with handwritten gradients, for 32-bit floats and halves (`bf16`) on Burn's CPU backend.
 //!
 //! Composed of Burn's elementary operations, attention or a layer norm makes a dozen passes over memory, and saves a
-//! dozen tensors for backward. Here each operation is a single graph node that saves only its input. It processes whole
-//! rows while they are in the cache, with vector instructions for `exp` and `erf`. The operations count as expensive.
-//! With gradient checkpointing, a device therefore keeps their outputs and recomputes only gathered weights.
+//! dozen tensors for backward. Here each operation is a single graph node that saves only its inputs or, for the cross
+//! entropy, only its gradient. It processes whole rows while they are in the cache, with vector instructions for `exp`
+//! and `erf`. The operations count as expensive. With gradient checkpointing, a device therefore keeps their outputs
+//! and recomputes only gathered weights.
 //!
 //! The mathematics is the same as in the composed operations, which all other backends and types use. Tests compare the
 //! two.

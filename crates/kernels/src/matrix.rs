@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A matrix in memory, starting at its first element.
+/// A matrix in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix<'a, T> {
     pub(crate) elements: &'a [T],

@@ -84,7 +84,7 @@ pub(crate) fn forward(
     scaled(x, gamma, Some(beta), (Form::Layer, epsilon))
 }
 
-/// Returns rows divided by their root mean square and scaled by gamma.
+/// Returns `row / sqrt(mean_square(row) + epsilon) * gamma` for each row.
 pub(crate) fn root_mean_square(x: FlexTensor, gamma: FlexTensor, epsilon: f32) -> FlexTensor {
     scaled(x, gamma, None, (Form::RootMeanSquare, epsilon))
 }
@@ -219,8 +219,8 @@ impl RowKernel for Gradient<'_> {
     }
 }
 
-/// Turns the gradient of a normalized row into the gradient of the row. `mean` is the mean of the gradient if the
-/// norm subtracts the row's mean.
+/// Turns the gradient of a normalized row into the gradient of the row. `mean` is the mean of the gradient if the norm
+/// subtracts the row's mean, and otherwise zero.
 #[inline(always)]
 fn replace_row(grad: &mut [f32], x: &[f32], mean: f32, moments: Moments) {
     let width = grad.len() as f32;

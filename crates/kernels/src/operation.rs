@@ -12,8 +12,9 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with this
 /// [name](Self::name). [`run`](Self::run) computes it.
 ///
-/// The inputs and outputs are either all 32-bit floats or all halves (`bf16`). Halves are widened when they are read,
-/// and results are rounded once. The loss and the factor of `models.cross_entropy_backward` always have 32 bits:
+/// Floats are either all 32-bit or all halves (`bf16`), except in `models.cast`. Halves are widened when they are read,
+/// and results are rounded once. The loss, the factor of `models.cross_entropy_backward` and the numbers that
+/// `models.log_likelihood` keeps always have 32 bits.
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -115,7 +116,8 @@ pub enum FusedOperation {
 pub struct FusedCost {
     /// Floating-point operations in matrix products. A multiplication and an addition count as two.
     pub matmul: u64,
-    /// Other floating-point operations: one per element of the largest tensor.
+    /// Other floating-point operations: one per element of the largest tensor, times the steps of a program; none for
+    /// [`Matmul`](FusedOperation::Matmul).
     pub pointwise: u64,
 }
 
@@ -182,16 +184,17 @@ impl FusedOperation {
         }
     }
 
-    /// Returns the operation with this name.
+    /// Returns the operation with this name, or `None` for an unknown name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|known| known.name() == name)
     }
 
-    /// Computes the operation on Burn's CPU backend. Inputs that are not shared are overwritten.
+    /// Computes the operation on Burn's CPU backend, and returns its outputs. Inputs that are not shared may be
+    /// overwritten.
     ///
     /// # Panics
     ///
-    /// If the inputs do not match the captured call.
+    /// If the inputs do not match the captured call, or a class or target is out of range.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         if self == Self::Pointwise {
             return vec![pointwise::run(

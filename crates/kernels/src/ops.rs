@@ -56,6 +56,10 @@ pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
 
 /// Returns the negative log probability of the targets in f32, averaged over the rows.
 ///
+/// # Panics
+///
+/// On Burn's CPU backend, if a target is negative or not below `vocab`.
+///
 /// # Shapes
 ///
 /// - logits: `[rows, vocab]`

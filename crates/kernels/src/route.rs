@@ -15,8 +15,8 @@ thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `record`. During the call, the functions of this crate record each fused operation as a single operation on
-/// Burn's capture device, in forward and backward.
+/// Calls `record` and returns its result. During the call, this thread records each fused operation of this crate as a
+/// single operation on Burn's capture device, in forward and backward.
 ///
 /// The executor of the graph must run [`FusedOperation`](crate::FusedOperation)s, which compute on Burn's CPU
 /// backend.

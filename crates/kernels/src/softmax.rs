@@ -15,7 +15,7 @@ pub(crate) enum Form {
     Log,
 }
 
-/// Applies the function to each row, in the memory of `x`.
+/// Applies `form` to each row, in the memory of `x`.
 pub(crate) fn forward(x: FlexTensor, form: Form) -> FlexTensor {
     let mut x = contiguous(x);
     let [_, width] = matrix_dims(&x);

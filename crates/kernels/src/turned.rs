@@ -13,7 +13,7 @@ use crate::matrix::Matrix;
 use crate::threads::Threads;
 use crate::vectors::{Kernel, vectorized};
 
-/// Minimum number of columns that are copied before they are multiplied: 512 KiB for a thousand rows.
+/// Minimum number of columns in a strip, unless the factor has fewer: 512 KiB for a thousand rows.
 const STRIP: usize = 128;
 
 /// Number of rows and columns that are transposed at a time: a cache line of 32-bit floats.

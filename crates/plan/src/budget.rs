@@ -48,7 +48,7 @@ pub enum BudgetError {
         /// The lowest peak of the schedules that were tried, in bytes per rank.
         least: u64,
     },
-    /// The step cannot be lowered.
+    /// The step cannot be lowered, or does not support a memory budget.
     #[error(transparent)]
     Step(#[from] Error),
 }
@@ -204,8 +204,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Recomputes nothing if the step then fits, and otherwise the fastest subset of units that fits. The costs of
-    /// units are not additive, because operations that two units recompute may be merged.
+    /// Plans the step without recomputation if it then fits, and otherwise with the fastest subset of units that fits.
+    /// The costs of units are not additive, because operations that two units recompute may be merged.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {

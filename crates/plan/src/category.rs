@@ -14,11 +14,11 @@ use burn_fsdp_spmd::graph::{Graph, Phase, Role, Stage};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
-    /// This rank's shards of the parameters.
+    /// This rank's parameters: its shards, or whole parameters if they are not sharded.
     Parameters,
     /// Gradients, full or this rank's shards.
     Gradients,
-    /// This rank's shards of the optimizer states.
+    /// This rank's optimizer states, for its parameters.
     OptimizerState,
     /// Parameters gathered from all ranks.
     FullParameters,
@@ -65,11 +65,11 @@ impl fmt::Display for Category {
 /// Bytes by category.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Bytes {
-    /// This rank's shards of the parameters.
+    /// This rank's parameters: its shards, or whole parameters if they are not sharded.
     pub parameters: u64,
     /// Gradients, full or this rank's shards.
     pub gradients: u64,
-    /// This rank's shards of the optimizer states.
+    /// This rank's optimizer states, for its parameters.
     pub optimizer_state: u64,
     /// Parameters gathered from all ranks.
     pub full_parameters: u64,

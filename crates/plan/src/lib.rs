@@ -3,13 +3,12 @@
 //! There are two entry points:
 //!
 //! - [`Plan::new`] takes a **scheduled graph**. It returns one rank's live bytes at every node, exactly as the executor
-//!   will count them. It also counts collectives and arithmetic, and estimates the time and the bytes
-//!   of the process.
+//!   will count them. It also counts collectives and arithmetic, and estimates the time and the bytes of the process.
 //! - [`Estimate::new`] takes a [`Job`]: the sizes of a decoder and the settings of its training. It needs no graph and
 //!   uses formulas for the eager engine. It reports whether the job fits, when memory peaks, and which changes would
 //!   make it fit.
 //!
-//! Both are printed by `Display`, as JSON by `serde`, and as an SVG of memory over the step.
+//! Both implement `Display` and `Serialize`, and can be drawn as an SVG of memory over the step.
 //!
 //! | module | content |
 //! |---|---|

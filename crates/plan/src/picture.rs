@@ -7,7 +7,7 @@ use plotters::prelude::*;
 use crate::category::{Bytes, Category};
 
 const SIZE: (u32, u32) = (900, 480);
-/// Maximum number of points drawn. A longer series is grouped, and the largest point of each group is drawn.
+/// Maximum number of points drawn. A longer series is divided into groups, and the largest point of each is drawn.
 const MAX_POINTS: usize = 1500;
 const GIB: f64 = (1u64 << 30) as f64;
 

@@ -43,7 +43,7 @@ impl Traffic {
         traffic
     }
 
-    /// Counts one collective.
+    /// Counts one collective of whole tensors with `bytes` in total.
     pub fn add(&mut self, kind: CollectiveKind, bytes: u64, num_ranks: usize) {
         let ranks = num_ranks.max(1) as u128;
         let circulating = u128::from(kind.circulating_bytes(bytes, num_ranks));

@@ -3,12 +3,13 @@
 use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
-/// Burn's [`Lora`] for a module whose parameters are lazy, as in `init` of [`compile`](crate::compile()). Burn's
-/// `apply_lora` initializes every matrix at once to read its shape, and so initializes the whole model. This type
-/// initializes no matrix, and draws factors on request, in module order.
+/// Burn's [`Lora`] for a module whose parameters are lazy, such as the one that `init` of [`compile`](crate::compile())
+/// creates. Burn's `apply_lora` initializes every matrix to read its shape. This type leaves the matrices lazy, and its
+/// factors are also lazy: each is drawn when it is first used.
 ///
-/// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
-/// of a weight that is still lazy have the device's default type, unless the configuration names another.
+/// If parameters are initialized in module order, as by `compile`, the factors are the same as those of `apply_lora`,
+/// unless something else draws from Burn's generator in between, such as a lazy bias. Factors of a weight that is still
+/// lazy have the device's default type, unless the configuration specifies another.
 ///
 /// ```
 /// use burn::module::{Lora, Module};

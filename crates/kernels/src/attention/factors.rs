@@ -38,7 +38,8 @@ impl Factors {
         }
     }
 
-    /// Multiplies the probabilities of some queries and keys, `[heads, queries, keys]`, or their gradient.
+    /// Multiplies the probabilities of some queries and keys, `[heads, queries, keys]`, or their gradient, by the
+    /// factors.
     pub(super) fn multiply(
         &self,
         probabilities: &mut FlexTensor,

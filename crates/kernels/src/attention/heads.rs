@@ -14,9 +14,9 @@ use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
-/// Number of queries that are processed together. Under a mask, a block computes only the keys that at least one of its
-/// queries attends to. Smaller blocks therefore waste less work, while larger blocks have more efficient matrix
-/// products.
+/// Number of queries that are processed together. Under a mask, a block can skip the keys before the first and after
+/// the last one that any of its queries attends to. Smaller blocks therefore waste less work, while larger blocks have
+/// more efficient matrix products.
 pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.
@@ -168,8 +168,8 @@ impl Operands {
         }
     }
 
-    /// Returns true if masked keys may be omitted from sums: the other factors are finite, so their products with zero
-    /// are zero.
+    /// Returns true if masked keys may be omitted from sums, because the other factors are finite and their products
+    /// with zero are zero.
     fn may_leave_out(&self, parts: &[Part], grad: Option<&FlexTensor>) -> bool {
         let operands = parts.iter().map(|part| &self.parts[*part as usize]);
         let is_filled = matches!(&self.mask, Mask::Filled(fills) if !fills.is_empty());

@@ -8,12 +8,12 @@ use crate::exp::exp_or_zero;
 use crate::rows::{exp_row, max, scale, sum_by, sum_pairs_by};
 use crate::vectors::Kernel;
 
-/// Which keys a query attends to.
+/// The keys that a query attends to.
 #[derive(Clone, Debug)]
 pub(super) enum Mask {
     /// A query attends to the keys up to its own position.
     Causal,
-    /// Wherever a mask is set, a number replaces the score, one mask after the other.
+    /// Masks that are applied in order. Where a mask is set, its number replaces the score.
     Filled(Vec<Fill>),
 }
 
@@ -115,7 +115,7 @@ impl Fill {
         }
     }
 
-    /// Writes the number to every key whose mask is set for the query.
+    /// Sets the code of every key whose mask is set for the query to `number`.
     fn mark(&self, row: &mut [u8], [plane, query]: [usize; 2], number: u8) {
         let (shape, strides) = (self.mask.layout().shape(), self.mask.layout().strides());
         let at = [0, plane, query];

@@ -2,7 +2,7 @@
 //!
 //! - `factors`: factors on probabilities, as in dropout.
 //! - `heads`: the operands, split into heads and blocks of queries.
-//! - `mask`: the keys that a query sees.
+//! - `mask`: the keys that a query attends to.
 
 mod factors;
 mod heads;
@@ -102,8 +102,8 @@ impl Weighting {
     }
 }
 
-/// Computes the attention of queries to keys, each `[batch, time, heads, head_dim]`. Returns the output, `[batch, time
-/// of queries, heads, width of values]`.
+/// Computes attention from queries, keys and values, each `[batch, time, heads, width]`. Returns the output, `[batch,
+/// time of queries, heads, width of values]`.
 pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor {
     weighting.of(qkv).forward()
 }

@@ -233,8 +233,8 @@ fn unary(operand: &Operand) -> Option<Allocation> {
     None
 }
 
-/// Overwrites an operand that is contiguous from the start of its memory and does not share it. Returns `None` if the
-/// operand cannot be overwritten.
+/// Returns the allocation that overwrites an operand, or `None` if the operand is not contiguous from the start of its
+/// memory or shares it.
 fn over_start(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_from_start())
         .then(|| Allocation::Over(0, operand.strides.clone()))

@@ -76,7 +76,7 @@ impl Estimate {
         self.job.tokens() / self.time.step
     }
 
-    /// Draws memory over the step by category, with the peak marked. Requires the feature `draw`.
+    /// Draws memory over the step as an SVG, stacked by category and with the peak marked. Requires the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.job.timeline().iter().map(|stop| stop.bytes).collect();

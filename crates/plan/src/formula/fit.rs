@@ -20,7 +20,8 @@ pub struct Advice {
 const MAX_RANKS: usize = 1 << 20;
 
 /// Finds changes that reduce a job's peak to at most `available` bytes: all single changes that suffice, or
-/// combinations if none does. `peak` returns a job's peak in bytes, or `None` if the engine does not support the job.
+/// combinations if none does. Returns no advice if nothing suffices. `peak` returns a job's peak in bytes, or `None` if
+/// the engine does not support the job.
 pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> Vec<Advice> {
     let search = Search { available, peak };
     let alone: Vec<_> = Change::ALL

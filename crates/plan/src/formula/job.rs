@@ -99,8 +99,9 @@ impl Job {
 
     /// Lists the bytes of device memory by category over the step, block by block.
     ///
-    /// For `P` parameters on `N` ranks, `(4 + 8) P / N` bytes are always allocated, and gradients grow to `4 P / N`
-    /// bytes during backward. The sum is the `16 P / N` of arXiv 1910.02054, section 3.1.
+    /// With sharding and without offload, `(4 + 8) P / N` bytes are always allocated for `P` parameters on `N` ranks,
+    /// and gradients grow to `4 P / N` bytes during backward. The sum is the `16 P / N` of arXiv 1910.02054, section
+    /// 3.1.
     ///
     /// Full parameters and gradients are counted as the eager engine allocates them. The root keeps both from its first
     /// use to its last. Blocks have full parameters while they are in use or prefetched, and full gradients while these
@@ -244,7 +245,7 @@ impl Job {
         bytes
     }
 
-    /// Returns the bytes of host memory that each rank needs.
+    /// Returns the bytes of host memory that each rank needs for offloaded tensors.
     pub fn host_bytes(&self) -> u64 {
         match self.is_offloaded {
             true => {

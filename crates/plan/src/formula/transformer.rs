@@ -84,7 +84,8 @@ impl Transformer {
     }
 
     /// Returns the elements per token that a block keeps if every second matrix product is recomputed, as in
-    /// `torchtitan` by default: its input, the result of attention, and every second matrix product.
+    /// `torchtitan` by default: the block's input, the result of attention, and the results of every second matrix
+    /// product.
     pub fn selective_elements(&self) -> f64 {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
         let kept = match self.is_gated {

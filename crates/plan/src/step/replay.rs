@@ -14,7 +14,8 @@ impl MemoryPlan {
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] for a node that reads a value that was never written.
+    /// [`Error::Internal`] for a node that reads a value that was never written; [`Error::Mesh`] if ranks own values
+    /// and the graph does not have this rank.
     pub fn new(graph: &Graph, rank: usize) -> Result<Self, Error> {
         Self::simulate(graph, rank, true)
     }

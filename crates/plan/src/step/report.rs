@@ -100,7 +100,7 @@ impl Plan {
         serde_json::to_string(self).map_err(|error| Error::Internal(error.to_string()))
     }
 
-    /// Draws memory over the step by category, with the peak marked. Requires the feature `draw`.
+    /// Draws memory over the step as an SVG, stacked by category and with the peak marked. Requires the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.memory.moments.iter().map(|m| m.during).collect();

@@ -33,7 +33,7 @@ impl TimePlan {
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] if the graph does not have that rank.
+    /// [`Error::Mesh`] if ranks own values and the graph does not have this rank.
     pub fn of_graph(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
         let absent = graph.absent_on(rank)?;
         let mut clock = Clock::default();

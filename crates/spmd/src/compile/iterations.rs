@@ -1,4 +1,5 @@
-//! Steps with nodes that run in the next one: the graph that continues the last step, and the work between two steps.
+//! Steps that leave some of their nodes to the next step: the graph that runs these nodes together with the next step,
+//! and the calls that run them earlier.
 
 use std::num::NonZeroU64;
 

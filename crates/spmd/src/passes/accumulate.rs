@@ -1,6 +1,6 @@
 //! Splits a step into micro-batches, whose gradients are summed before the optimizer runs.
 //!
-//! It takes a graph with collectives whose optimizer is still at the end, and returns three graphs.
+//! The input is a graph with collectives, in which the optimizer is still at the end. The output is three graphs.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub struct MicroSteps {
 }
 
 /// Splits a step into micro-batches. Pending gradients have the layout of parameters, so each rank sums only its part.
-/// Every micro-batch runs all collectives of a step.
+/// Every micro-batch runs all collectives of forward and backward.
 ///
 /// ```text
 /// next                                        update
@@ -45,13 +45,14 @@ pub struct Accumulate {
 }
 
 impl Accumulate {
-    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
-    /// [`Liveness`](super::Liveness), may have been applied before.
+    /// Returns the three graphs, with the `last` passes applied to each. Neither these passes nor
+    /// [`Liveness`](super::Liveness) may have been applied to `graph`.
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks; [`Error::PassOrder`] after
     /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before
+    /// collectives are inserted; the errors of the clipping and of the `last` passes.
     /// collectives are inserted.
     pub fn split(self, graph: Graph, last: &Pipeline) -> Result<MicroSteps, Error> {
         let after = [PassId::InsertCollectives];
@@ -105,7 +106,7 @@ fn next(halves: &Halves) -> Result<Graph, Error> {
     Ok(graph)
 }
 
-/// Returns the sum of a pending gradient and this micro-batch's, with the node that computes it.
+/// Returns the sum of a pending gradient and this micro-batch's gradient, with the node that computes it.
 fn added(
     graph: &mut Graph,
     pending: TensorId,

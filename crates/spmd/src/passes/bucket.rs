@@ -1,6 +1,6 @@
 //! The pass that joins collectives.
 //!
-//! It joins unsplit collectives of parameters, gradients and the loss, and keeps their order.
+//! It joins collectives of parameters, gradients and the loss that are not split into start and wait.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,7 +1,6 @@
 //! The pass that scales gradients to keep their norm below a limit.
 //!
-//! It takes the graph after the insertion of collectives, and scales each rank's part of the gradients before the
-//! optimizer.
+//! Its input is a graph with collectives. It scales each rank's part of the gradients before the optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

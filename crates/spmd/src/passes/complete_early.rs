@@ -1,7 +1,7 @@
 //! The order of gradients: each is completed and reduced as soon as its parts are available.
 //!
 //! Burn's backward visits the first operations of forward at its very end, such as the reshape of a bias or the
-//! transposition of a table. Small gradients therefore come late. Without this pass, their unit's bucket would wait for
+//! transposition of a table. Small gradients therefore come late. In that order, their unit's bucket would wait for
 //! them and keep all of the unit's gradients whole.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -12,9 +12,9 @@ use super::regather::is_gather;
 use super::unit::unit_in;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Takes the nodes out of a graph and returns them reordered. Reductions of gradients, and the computations and gathers
-/// that serve only them, run as soon as their operands are complete. They move only if they would otherwise run after
-/// another unit's collective.
+/// Takes the nodes out of a graph and returns them reordered. Reductions of gradients move to where their operands are
+/// complete, together with the computations and repeated gathers that serve only them. Nodes move only if another
+/// collective would otherwise run before them.
 pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
     let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -84,8 +84,8 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
     }
 }
 
-/// Returns the gathers of weights for units to which backward returns. For example, at the very end, Burn multiplies an
-/// adapter's factors by the gradients of the weights into which they were merged.
+/// Returns the gathers with which backward returns to a unit that it has already left. For example, at the very end,
+/// Burn multiplies an adapter's factors by the gradients of the weights into which they were merged.
 fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
     let mut visited = Vec::new();
     let mut again = BTreeSet::new();

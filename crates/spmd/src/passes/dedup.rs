@@ -11,11 +11,11 @@ use crate::graph::{Collective, CollectiveKind, Graph, Role, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
-/// Collectives that produce the gradients of different parameters stay separate.
+/// The pass that merges equal collectives: the same operation on the same values along the same axis, such as
+/// all-gathers of the same shard. Collectives that produce the gradients of different parameters stay separate.
 ///
 /// A weight is then gathered at its first use and stays until its last use, in backward. [`Regather`](super::Regather)
-/// comes next and frees it in between.
+/// frees it in between.
 ///
 /// ```text
 /// before                          after

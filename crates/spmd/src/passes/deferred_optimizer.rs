@@ -11,7 +11,8 @@ use crate::graph::{Graph, Phase};
 use crate::pass_id::PassId;
 
 /// Moves the optimizer into the forward of the next step: each parameter's part runs before the first read of the
-/// parameter. No node then has to wait for all gradients, and a part runs while earlier units are gathered.
+/// parameter. Unless gradients are clipped, no node then has to wait for all of them, and a part runs while earlier
+/// units are gathered.
 ///
 /// ```text
 /// before                                     main
@@ -29,13 +30,14 @@ use crate::pass_id::PassId;
 pub struct DeferOptimizer;
 
 impl DeferOptimizer {
-    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
-    /// [`Liveness`](super::Liveness), may have been applied before.
+    /// Returns the three graphs, with the `last` passes applied to each. Neither these passes nor
+    /// [`Liveness`](super::Liveness) may have been applied to `graph`.
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerNotElementwise`] if the optimizer needs data from other ranks; [`Error::PassOrder`] after
-    /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted.
+    /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted;
+    /// the errors of [`IterationGraph::split`].
     pub fn split(self, graph: Graph, last: &Pipeline) -> Result<Iteration, Error> {
         IterationGraph::new(graph).then(&self)?.split(last)
     }

@@ -49,8 +49,7 @@ impl GraphTransform for EarlyOptimizer {
                 _ => rest.push(node),
             }
         }
-        // The node after which each part may run: the last that writes its gradient or reads its
-        // parameter.
+        // The node after which each part may run: the last that writes its gradient or reads its parameter.
         let mut last: HashMap<TensorId, usize> = HashMap::new();
         for (index, node) in rest.iter().enumerate() {
             last.extend(node.inputs().map(|id| (id, index)));

@@ -84,7 +84,7 @@ impl Halves {
         })
     }
 
-    /// Adds updates that make the gradients of a graph pending, or the values to which `instead` maps them.
+    /// Adds updates that store the gradients of a graph as pending, or the values to which `instead` maps gradients.
     pub(super) fn feed_pending(&self, graph: &mut Graph, instead: &BTreeMap<TensorId, TensorId>) {
         let updates = self.pending.iter();
         let updates = updates.map(|(from, into)| Update {

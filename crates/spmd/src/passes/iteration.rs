@@ -15,8 +15,8 @@ use crate::graph::{Graph, Node, Stage};
 use crate::pass_id::PassId;
 use crate::transform::check_order;
 
-/// A pass that moves nodes into the next step. It is called once collectives are joined, split and scheduled, for each
-/// graph of one batch. A step over several micro-batches keeps all its nodes.
+/// A pass that moves nodes into the next step. It is called after collectives are joined, split and scheduled, once for
+/// each graph that covers one batch. A step over several micro-batches keeps all its nodes.
 ///
 /// It must depend on nothing but the graph, because all ranks must move the same nodes.
 pub trait IterationMove: fmt::Debug + Send + Sync {
@@ -112,8 +112,8 @@ impl IterationGraph {
         self.moved.contains_key(&node)
     }
 
-    /// Makes the moved nodes run at the end of a step once they have not done so for `steps` steps. At such a step,
-    /// they are not one step behind. If called several times, the smallest number applies.
+    /// Makes the moved nodes run at the end of every `steps`-th step since they last did so, instead of in the next
+    /// step. If called several times, the smallest number applies.
     pub fn max_iterations(&mut self, steps: NonZeroU64) {
         let known = self.max_iterations.unwrap_or(steps);
         self.max_iterations = Some(known.min(steps));
@@ -121,7 +121,7 @@ impl IterationGraph {
 
     /// Returns the node before which the given nodes must run in the next step; `None` if there is none. This is the
     /// first unmoved node that reads a value that they replace (parameter, state, buffer), or the place of a moved node
-    /// that reads their results.
+    /// that reads their results, whichever comes first.
     pub fn first_read(&self, nodes: &[usize]) -> Option<usize> {
         let moving: BTreeSet<usize> = nodes.iter().copied().collect();
         let outputs: BTreeSet<TensorId> = self.outputs(nodes.iter());
@@ -167,7 +167,7 @@ impl IterationGraph {
     ///
     /// # Errors
     ///
-    /// [`MoveError`] with the first node that cannot move. Then no node is moved.
+    /// [`MoveError`] if there are no nodes, or for the first node that cannot move. No node is then moved.
     pub fn move_to_next_iteration(
         &mut self,
         nodes: impl IntoIterator<Item = usize>,
@@ -213,8 +213,8 @@ impl IterationGraph {
         Ok(())
     }
 
-    /// Of the given moved nodes, makes those that start a collective on only pending values run at the beginning of the
-    /// next step, before the first unmoved node that does not start a collective.
+    /// Lets each of these moved nodes that starts a collective on only pending values run at the beginning of the next
+    /// step, before the first unmoved node that does not start a collective.
     pub(super) fn start_early(&mut self, nodes: &[usize]) {
         let written = self.outputs(self.moved.keys());
         let all = self.graph.nodes();
@@ -280,8 +280,8 @@ impl IterationGraph {
         stays.then_some("a node that is not moved reads its result")
     }
 
-    /// Returns the three graphs, with the `last` passes applied to each. None of these, including
-    /// [`Liveness`](super::Liveness), may have been applied before.
+    /// Returns the three graphs, with the `last` passes applied to each. Neither these passes nor
+    /// [`Liveness`](super::Liveness) may have been applied to the step.
     ///
     /// # Errors
     ///

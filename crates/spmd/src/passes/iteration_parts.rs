@@ -25,7 +25,8 @@ pub struct Iteration {
     pub main: Graph,
     /// The graph after the last step: only the moved nodes.
     pub cleanup: Graph,
-    /// After this many steps, the moved nodes run at the end of the step, as after the last step; `None` for never.
+    /// The moved nodes run at the end of every so many steps, as after the last step; `None` for only after the last
+    /// step.
     pub max_iterations: Option<NonZeroU64>,
     /// True if the moved nodes are exactly the optimizer's, which do not depend on the batch.
     pub(crate) is_optimizer: bool,
@@ -125,7 +126,7 @@ impl Parts {
         self.graph.parameters().iter().filter_map(|p| p.gradient)
     }
 
-    /// Returns a graph of these nodes and updates, with their gradients.
+    /// Returns a graph of these nodes and updates. Gradients that no node writes are the pending ones.
     fn graph(&self, nodes: Vec<Node>, updates: Vec<Update>) -> Graph {
         let mut graph = self.graph.clone();
         let written: BTreeSet<TensorId> = nodes.iter().flat_map(Node::outputs).collect();

@@ -12,12 +12,12 @@ use crate::pass_id::PassId;
 use crate::place::owned_of;
 use crate::transform::GraphTransform;
 
-/// The pass that frees every value at its last use, in place if possible.
+/// The pass that frees every value at its last use.
 ///
 /// The last operation that reads a value takes it (`!` in the printed graph): the backend writes the result into its
-/// memory or frees it. A drop follows if that operation reads the value twice, or if nothing reads a result. Values
-/// that must outlive the step ([`Graph::kept`]) are never taken. Parameters and states that an update replaces are
-/// taken, so the optimizer can work in place.
+/// memory or frees it. A drop frees a value that this operation reads twice, that a collective sends until its wait, or
+/// that nothing reads. Values that must outlive the step ([`Graph::kept`]) are never taken. Parameters and states that
+/// an update replaces are taken, so the optimizer can work in place.
 ///
 /// ```text
 /// before                          after

@@ -45,7 +45,7 @@ impl Pipeline {
         self
     }
 
-    /// Applies the passes.
+    /// Applies the passes in order, and returns the resulting graph.
     ///
     /// # Errors
     ///
@@ -54,7 +54,8 @@ impl Pipeline {
         self.run_seen(graph, &mut |_| {})
     }
 
-    /// Applies the passes. Calls `see` with the original graph, and with the result of each pass before verification.
+    /// Like [`run`](Self::run), but calls `see` with the original graph, and with the result of each pass before
+    /// verification.
     ///
     /// # Errors
     ///
@@ -80,7 +81,7 @@ impl Pipeline {
         self.stages_seen(graph, &mut |_| {})
     }
 
-    /// Like [`stages`](Self::stages), with the calls of `see` in [`run_seen`](Self::run_seen).
+    /// Like [`stages`](Self::stages), but calls `see` as [`run_seen`](Self::run_seen) does.
     ///
     /// # Errors
     ///
@@ -100,9 +101,9 @@ impl Pipeline {
         Ok(stages)
     }
 
-    /// Applies the passes to a graph of the same step as `real`, at other shapes. `real` has the original graph and the
-    /// result of each pass. Each pass bases decisions on the sizes in `real`. After each pass, `check` is called with
-    /// the graph in `real` and the new graph.
+    /// Applies the passes to a graph of the same step as `real`, at other shapes, and returns this graph and the result
+    /// of each pass. `real` has the original graph and the result of each pass, and passes base decisions on the sizes
+    /// in it. After each pass, `check` is called with the graph in `real` and the new graph.
     ///
     /// # Errors
     ///
@@ -134,7 +135,7 @@ impl Pipeline {
         passes.filter(|pass| pass.acts_on(graph)).collect()
     }
 
-    /// Returns the pipeline with different passes.
+    /// Returns the pipeline with each pass replaced.
     #[cfg(test)]
     pub(crate) fn replaced(
         mut self,
@@ -159,7 +160,7 @@ impl Pipeline {
     }
 }
 
-/// Applies one pass.
+/// Applies one pass, without verifying the result.
 ///
 /// # Errors
 ///

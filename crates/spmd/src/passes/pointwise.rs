@@ -39,8 +39,8 @@ pub(super) const LARGE: usize = 1 << 16;
 ///
 /// No other operation may read the intermediate values. Results are bit-identical to the separate operations' (see
 /// [`PointwiseProgram`]). Placements do not change, because the pass runs after they are chosen. Fusion does not
-/// increase memory: an operation joins the readers of its result if nothing runs between them, or if its inputs are
-/// held anyway or are not larger than its result.
+/// increase memory: an operation joins the readers of its result only if nothing runs between them, or if its inputs
+/// are held anyway or are not larger than its result.
 ///
 /// Scalars that change from step to step are patched in the program.
 #[derive(Debug, Clone, Copy, Default)]
@@ -126,7 +126,7 @@ impl Uses {
         }
     }
 
-    /// Returns the number of elements by which the pass judges a tensor.
+    /// Returns the number of elements on which decisions about a tensor are based.
     fn elements(&self, tensor: &TensorIr) -> usize {
         self.sizes.elements(tensor.id, tensor.shape.num_elements())
     }
@@ -135,7 +135,7 @@ impl Uses {
         self.readers.get(&id).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the last node that reads a value; `None` if the value outlives the step.
+    /// Returns the last node that reads a value; `None` if there is none or the value outlives the step.
     fn last_reader(&self, id: TensorId) -> Option<usize> {
         match self.kept.contains(&id) {
             true => None,
@@ -197,7 +197,7 @@ impl Group {
             .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
             .collect();
         inputs.retain(|input| !made.contains(input));
-        // Burn processes halves one by one, and all elements on one thread.
+        // Burn processes 16-bit floats one by one, and all elements on one thread.
         let is_large = uses.elements(form.out) >= LARGE;
         let is_chain = members.len() > 1 || dtype == DType::BF16 || is_large;
         (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {

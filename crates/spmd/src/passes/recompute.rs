@@ -1,7 +1,7 @@
 //! The pass that recomputes cheap forward values in backward.
 //!
-//! In data parallelism it takes a graph without collectives; later passes gather the weights that backward then reads.
-//! With placements it takes each rank's graph, and also repeats gathers of activations.
+//! In data parallelism, its input is a graph without collectives; later passes gather the weights that backward then
+//! reads. With placements, its input is each rank's graph, and it also repeats gathers of activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 

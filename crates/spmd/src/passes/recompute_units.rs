@@ -17,7 +17,7 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
 /// The pass that keeps only the inputs and outputs of a unit's forward, and recomputes everything between in backward:
-/// activation checkpointing. It does the same with the [regions](crate::trace::traced_region) that a loss names.
+/// activation checkpointing. It does the same with the [regions](crate::trace::traced_region) that a loss marks.
 ///
 /// A node of forward belongs to the unit whose weights it reads, or to the unit of the nodes before it. Values that
 /// nodes outside the visit read are kept, and so are random draws. Recomputed values are bit-identical.
@@ -117,7 +117,8 @@ fn regions(graph: &Graph) -> impl Iterator<Item = BTreeSet<usize>> + '_ {
     })
 }
 
-/// The nodes of forward from the first that reads a unit's weights up to the first that reads another unit's.
+/// The nodes of forward from the first that reads a unit's weights until the next that reads another unit's, except
+/// views and casts of weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitVisit {
     /// The unit.

@@ -1,6 +1,6 @@
 //! The pass that frees and regathers weights between visits of their unit.
 //!
-//! It is the last pass that determines what is computed. Later passes determine only when.
+//! It comes after [`Deduplicate`](super::Deduplicate), which would merge the repeated gathers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::transform::GraphTransform;
 /// gathers them again. The last two units of forward are the first of backward and stay. A unit that forward or
 /// backward visits a second time stays until its last use there, in addition to the other two. Layers that run in a
 /// loop are therefore gathered twice, not in every iteration. Views and casts of a weight are also created again,
-/// because they would keep its memory. No later pass may merge gathers. After this pass, the verifier checks that
+/// because they would keep its memory. No later pass may merge equal gathers. After this pass, the verifier checks that
 /// weights are freed before the unit after next begins.
 ///
 /// ```text
@@ -139,8 +139,8 @@ impl Weights {
             .any(|output| self.sources.contains_key(&output))
     }
 
-    /// Returns the id of a value in the current visit of its unit, and schedules the nodes that create it if there is
-    /// none.
+    /// Returns the id of a value in the current visit of its unit. Schedules the nodes that create the value if this
+    /// visit does not have it yet.
     fn make(
         &mut self,
         graph: &mut Graph,

@@ -17,15 +17,15 @@ use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
 use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 
-/// Options of the passes that schedule a graph.
+/// Options of the passes of a compiled step.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
     /// The modules whose parameters are communicated together: derived from the parameters' paths by default.
     pub units: Units,
-    /// True to replace functions that Burn composes of many operations with kernels, see [`UseKernels`], and also
-    /// single operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on
-    /// one rank is bit-identical to Burn's own.
+    /// True to use kernels for functions that Burn composes of many operations, see [`UseKernels`], and for single
+    /// operations, see [`SelectKernels`]. This is the default on Burn's CPU backend. Without kernels, a step on one
+    /// rank is bit-identical to Burn's own.
     pub kernels: bool,
     /// True to fuse chains of pointwise operations, with bit-identical results, see [`FusePointwise`]. This is the
     /// default on Burn's CPU backend.
@@ -92,7 +92,7 @@ impl Options {
         self
     }
 
-    /// Sets whether kernels replace functions that Burn composes from many operations.
+    /// Sets whether kernels replace operations of Burn.
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;
@@ -209,9 +209,10 @@ impl Options {
     }
 }
 
-/// Returns the passes for the given number of ranks. The user's `transforms` run before bucketing.
+/// Returns the passes for the given number of ranks. The user's `transforms` run before clipping and bucketing.
 ///
-/// With [`OptimizerPlace::InNextForward`] the resulting graph still has to be split.
+/// With [`OptimizerPlace::InNextForward`], the [`last`] passes are missing:
+/// [`DeferOptimizer::split`](super::DeferOptimizer::split) applies them.
 pub fn pipeline(
     num_ranks: usize,
     style: impl Into<DataParallel>,
@@ -311,7 +312,7 @@ fn cheap_again(options: &Options) -> Pipeline {
     }
 }
 
-/// Returns the passes from the insertion of collectives to the last ones.
+/// Returns the passes between the insertion of collectives and the [`last`] passes.
 fn scheduled(
     options: &Options,
     axes: Vec<Axis>,

@@ -77,7 +77,7 @@ fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
         OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
             // Sums along the last dim are taken in an order that the vectorized kernel does not use.
             let is_inner = op.axis + 1 < op.input.shape.rank();
-            // Burn processes halves one by one, and all elements on one thread.
+            // Burn processes 16-bit floats one by one, and all elements on one thread.
             let own = op.input.shape.num_elements();
             let is_large = sizes.elements(op.input.id, own) >= LARGE;
             let is_known = is_inner && (*dtype == DType::BF16 || is_large);

@@ -1,6 +1,6 @@
 //! The pass that inserts the collectives of data parallelism: from the graph of one rank to the graph of each rank.
 //!
-//! Earlier passes see one rank that holds everything, and later passes the schedule of many ranks.
+//! Earlier passes work on the graph of a single rank that holds everything, and later passes on the graph of each rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,10 +26,10 @@ use crate::transform::GraphTransform;
 /// divided among them.
 ///
 /// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer reads it. With
-/// [`Strategy::FullShard`] parameters become flat padded shards, and an all-gather precedes every use. Gradients are
-/// averaged by a reduce-scatter, and the optimizer works on shards, so it must be elementwise. A parameter with an
-/// owner is whole on that rank: its gather reads from the owner, and its gradient is reduced to the owner. Its part of
-/// the optimizer runs only on the owner, and may combine elements.
+/// [`Strategy::FullShard`] and [`Strategy::ShardGradOp`], parameters become flat padded shards, and an all-gather
+/// precedes every use. Gradients are averaged by a reduce-scatter, and the optimizer works on shards, so it must be
+/// elementwise. A parameter with an owner is whole on that rank: its gather reads from the owner, and its gradient is
+/// reduced to the owner. Its part of the optimizer runs only on the owner, and may combine elements.
 ///
 /// ```text
 /// before                                after (fully sharded on 2 ranks)

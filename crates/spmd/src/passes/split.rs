@@ -1,6 +1,6 @@
 //! The passes that split collectives into start and wait, and move work in between.
 //!
-//! No pass after these joins collectives: they only move nodes.
+//! No later pass joins collectives.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -69,8 +69,8 @@ impl GraphTransform for Split {
     }
 }
 
-/// The pass that starts each all-gather right after the wait of the one before it: the next unit's weights are gathered
-/// while this unit computes. One gather is in flight at a time, in addition to the unit in use.
+/// The pass that starts each all-gather of weights right after the wait of the one before it: the next unit's weights
+/// are gathered while this unit computes. One gather is in flight at a time, in addition to the unit in use.
 ///
 /// ```text
 /// before                                  after

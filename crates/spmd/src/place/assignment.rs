@@ -30,7 +30,7 @@ pub(super) enum Candidate {
 }
 
 impl Values {
-    /// Chooses the cheapest way to run, one axis after the other.
+    /// Chooses the cheapest way to run a node, one axis after the other.
     pub(super) fn choose(&self, node: &Node, signature: &Signature) -> Result<Assignment, Error> {
         let mut assignment = Assignment::default();
         for axis in 0..self.axes.len() {

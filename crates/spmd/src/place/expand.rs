@@ -9,12 +9,12 @@ use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::trace::LOSS_FACTOR;
 
-/// The user's placements on each mesh axis: for parameters by path, and for tensors of the batch by name. All other
-/// parameters and tensors of the batch are replicated.
+/// The user's placements on each mesh axis: for parameters by path, and for tensors of the batch and activations by
+/// name. All other parameters and tensors of the batch are replicated.
 ///
 /// In a [`Pattern`], `*` matches one name, `conv*` matches the names with this prefix, and `**` matches any number of
-/// names. If several patterns match, the last one for an axis applies. Optimizer states have their parameter's
-/// placement, gradients are redistributed to it, and buffers are always replicated.
+/// names. If several patterns match, the last one for an axis applies. Optimizer states with their parameter's shape
+/// have its placement, gradients are redistributed to it, and buffers are always replicated.
 ///
 /// A dim of a parameter or named activation need not divide evenly, but must have at least one element per rank. It is
 /// split as by `torch.chunk`, so the last ranks have fewer rows, or none. Operations that index along such a dim, or
@@ -156,6 +156,10 @@ impl Expand {
     }
 
     /// Returns the placements of a tensor of the joined batch, which has this shape: one per mesh axis.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Placement`] if the requested placements are impossible.
     pub(crate) fn of_joined_input(
         &self,
         mesh: &Mesh,

@@ -161,7 +161,7 @@ impl Placer {
         Ok(new)
     }
 
-    /// Returns the type in which the addends of a gradient are sent, if it differs from the value's type.
+    /// Returns the type in which the addends of a gradient are sent, if it differs from the parameter's type.
     fn travels(&self, id: TensorId) -> Option<DType> {
         if self.precision == Precision::default() {
             return None;
@@ -430,7 +430,7 @@ impl Placer {
         axes.iter().any(|axis| padded_dim(axis, whole).is_some())
     }
 
-    /// Settles the values that no node has read so far, and returns the graph.
+    /// Settles the remaining values that have a destination, and returns the graph.
     pub(super) fn finish(mut self) -> Result<Graph, Error> {
         self.settle_rest()?;
         let placements = self.placements();
@@ -455,7 +455,7 @@ impl Placer {
         placements
     }
 
-    /// Settles the values that no node has read so far.
+    /// Settles the remaining values that have a destination.
     pub(super) fn settle_rest(&mut self) -> Result<(), Error> {
         let mut left: Vec<_> = self.destinations.keys().copied().collect();
         left.sort_unstable();

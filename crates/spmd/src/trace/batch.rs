@@ -13,8 +13,9 @@ use crate::error::Error;
 /// The tensors that a loss closure receives in addition to the model.
 ///
 /// It is implemented for tensors and for tuples, arrays, vectors, options, boxes and maps of batches, nested in any
-/// way. Implement it for a struct by mapping its fields in a fixed order. Each length of a vector and each set of keys
-/// of a map gets its own graph. A map's values are visited in the order of their keys.
+/// way. Implement it for a struct by mapping its fields in a fixed order. Each length of a vector, each set of keys of
+/// a map, and the presence or absence of an option gets its own graph. A map's values are visited in the order of their
+/// keys.
 ///
 /// Fields that are not tensors are frozen into the graph with their values in the traced batch, unless they are named
 /// with [`BatchMapper::fixed`]:
@@ -251,7 +252,7 @@ pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     walk.fixed
 }
 
-/// Reads the data of a batch's tensors back to the host, by name.
+/// Reads the data of a batch's tensors back to the host, and returns it with their names.
 pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     struct Read {
         path: Path,

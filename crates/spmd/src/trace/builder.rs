@@ -195,7 +195,7 @@ impl Builder {
         }
     }
 
-    /// Adds the recorded operations that the loss, the gradients and the changed buffers need.
+    /// Adds the recorded operations that the results, gradients, changed buffers and named activations need.
     fn add_forward_and_backward(&mut self) -> Result<(), Error> {
         let gradients: BTreeMap<TensorId, Arc<str>> = self
             .leaves

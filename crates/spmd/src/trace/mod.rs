@@ -1,8 +1,8 @@
 //! The tracer: builds a graph from a module, a loss and an optimizer.
 //!
-//! [`trace`] runs the closures once on Burn's capture device, which records operations and computes nothing. Parameters
-//! and batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer that
-//! identifies the model's tensors by path. It does not include the operations that initialise parameters. The model is
+//! [`trace`] runs the closures on Burn's capture device, which records operations and computes nothing. Parameters and
+//! batch are fake tensors of the right shapes. The result is a [`Graph`] of forward, backward and optimizer that
+//! identifies the model's tensors by path. It does not include the operations that initialize parameters. The model is
 //! not changed, and can be any Burn module.
 
 mod activation;
@@ -81,7 +81,7 @@ impl Default for TraceConfig {
 /// Traces a whole train step: `loss` of the module that `init` creates, its gradients, and an optimizer step for every
 /// parameter with a gradient. `optimizer` is one of Burn's, or [`OptimizerGroups`].
 ///
-/// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialised. Only
+/// `init` is called with a device that computes nothing. Lazy parameters (all of Burn's) are never initialized. Only
 /// the shapes and types of `batch` are used. Integers and booleans that the loss creates have the CPU's default types,
 /// as in a compiled step. If an operation would mix tensors of two types, both closures are called a second time.
 ///
@@ -91,8 +91,8 @@ impl Default for TraceConfig {
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the capture device
-/// rejects; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`]; [`Error::UntraceableOptimizer`];
-/// [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
+/// rejects; [`Error::LossShape`] if it is not one number; [`Error::DuplicateName`] for tensors with the same name;
+/// [`Error::NoGradient`]; [`Error::UntraceableOptimizer`]; [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
     init: impl Fn(&Device) -> M,
     loss: impl Fn(&M, B) -> Tensor<1>,
@@ -184,7 +184,7 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
-        // Recorded before the loss: all operations before the last given value count as the module's initialisation.
+        // Recorded before the loss: all operations before the last given value count as the module's initialization.
         let factor = options.scales_loss.then(|| loss_factor(&tracked));
         inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");

@@ -36,7 +36,7 @@ const LAYER: &str = "Struct:BatchNorm";
 pub(crate) type Stored = BTreeMap<Arc<str>, DType>;
 
 /// Replaces every tensor of a module with a fake one of the same shape and type, which has no memory. Lazy parameters
-/// are not initialised, so no weight is ever computed.
+/// are not initialized, so no weight is ever computed.
 pub(super) fn with_fakes<M: Module>(
     module: M,
     device: &Device,
@@ -73,7 +73,7 @@ impl ModuleMapper for Fakes<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let fake = |shape: Shape, dtype: DType| Tensor::<D>::empty(shape, (self.tracked, dtype));
-        // A lazy parameter is not initialised, because that may compute on the host. A fake is loaded as if from a
+        // A lazy parameter is not initialized, because that may compute on the host. A fake is loaded as if from a
         // record, to find out whether the parameter is trained and its shape in memory. That shape may differ from the
         // shape in records, for example in linear layers by columns.
         let default: DType = self.device.settings().float_dtype.into();
@@ -291,8 +291,8 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     })
 }
 
-/// Replaces every tensor of a module without autodiff with a fake. `shapes` comes from the same module with autodiff,
-/// because the in-memory shapes of lazy parameters are unknown.
+/// Replaces every tensor of a module that was created without autodiff with a fake. `shapes` comes from the same module
+/// with autodiff, because the in-memory shapes of lazy parameters are unknown.
 pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
     /// The fakes by parameter. Fields that share a parameter share its fake.
     struct OffTape<'a>(

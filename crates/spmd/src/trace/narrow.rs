@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::graph::operation_name;
 
 /// Rejects an operation that the step needs but that loses bits because new tensors have 16 bits in this trace. States
-/// of zeros lose none. Four cases do:
+/// of zeros lose none. These lose bits:
 ///
 /// - the module's own operations, whose tensors (such as rotations) need more bits than activations;
 /// - host numbers that 16 bits cannot represent;
@@ -60,7 +60,7 @@ fn lost_by(
         OperationIr::NumericFloat(_, NumericOperationIr::Full(full)) => {
             (!survives(full.value, full.out.dtype)).then_some(NUMBERS)
         }
-        // Zeros and ones are exact in halves.
+        // Zeros and ones are exact in 16 bits.
         OperationIr::Float(_, FloatOperationIr::Random(random)) => {
             let is_exact = matches!(random.distribution, Distribution::Bernoulli(_));
             (is_half(random.out.dtype) && !is_exact).then_some("random numbers")

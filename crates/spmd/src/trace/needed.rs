@@ -15,7 +15,7 @@ use crate::graph::{Node, Phase, operation_name};
 ///
 /// # Errors
 ///
-/// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialisation, which would be
+/// [`Error::RandomInModule`] if the operations depend on random numbers of the module's initialization, which would be
 /// different in every step. [`Error::Uncapturable`] if an operation loses bits in a trace whose new tensors have the
 /// parameters' compute type; `narrow` then holds the constants.
 pub(super) fn needed(
@@ -24,7 +24,7 @@ pub(super) fn needed(
     mut wanted: BTreeSet<TensorId>,
     narrow: Option<&BTreeMap<TensorId, Arc<TensorData>>>,
 ) -> Result<Vec<OperationIr>, Error> {
-    // All operations before the inputs belong to the module's initialisation.
+    // All operations before the inputs belong to the module's initialization.
     let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
     let first = operations
         .iter()

@@ -61,7 +61,7 @@ impl<O: Batch + Send> Loss for (Tensor<1>, O) {
     }
 }
 
-/// The outputs other than the loss on the capture device, by name.
+/// The outputs on the capture device, except the loss, by name.
 pub(super) type Taken = Vec<(Arc<str>, Option<Captured>)>;
 
 /// Takes the tensors out of the outputs of a trace, and returns the outputs with small placeholders.
@@ -75,7 +75,7 @@ pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
     (template, mapper.taken)
 }
 
-/// Returns the outputs, filled with the values of a step.
+/// Returns the outputs with the values of a step instead of the placeholders in `template`.
 pub(crate) fn fill<O: Batch>(
     template: &O,
     values: &BTreeMap<Arc<str>, TensorData>,

@@ -80,7 +80,7 @@ impl Again<'_> {
     }
 
     /// Repeats a sum, difference, product or quotient in the stored statistic's type. Returns an inner `None` for other
-    /// operations.
+    /// operations, and an outer `None` if no operation writes an operand.
     fn numeric(&mut self, operation: NumericOperationIr) -> Option<Option<TensorId>> {
         use NumericOperationIr as N;
         type Binary = fn(BinaryOpIr) -> N;

@@ -51,7 +51,7 @@ struct Backward {
 /// Swaps the last two dims.
 const TURN: Kind = Kind::SwapDims(2, 3);
 
-/// Replaces every attention whose gradients are also all recognized.
+/// Replaces every attention whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -73,7 +73,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
 }
 
 impl Forward {
-    /// Returns the kernel's operands: queries, keys, values, and the optional operands after them.
+    /// Returns the kernel's operands: queries, keys, values, masks, and the factors of the probabilities.
     fn operands(&self) -> Vec<TensorId> {
         let masks = self.fills.iter().map(|(mask, _)| *mask);
         let operands = [self.queries, self.keys, self.values].into_iter();
@@ -81,7 +81,7 @@ impl Forward {
     }
 }
 
-/// Returns the attention whose last node is the given one.
+/// Returns the attention whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [multiplied, values] = operands(patterns, at)?;
     let mut nodes = BTreeSet::from([at]);
@@ -271,7 +271,7 @@ fn scales_alike(kind: Kind, factor: f64) -> bool {
     is_scaling && (self::factor(Some(kind)) - factor).abs() <= 1e-6 * factor.abs()
 }
 
-/// Returns the factor of a scaling.
+/// Returns the factor of a scaling, or 1 if there is none.
 fn factor(scale: Option<Kind>) -> f64 {
     match scale {
         Some(Kind::MulScalar(by)) => by,
@@ -325,7 +325,7 @@ fn insert(
 /// The dims of heads and time, which kernels expect in the opposite order.
 const HEADS: (usize, usize) = (1, 2);
 
-/// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` at a node.
+/// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` before the node `at`.
 fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<TensorId>, Error> {
     let turn = |id: &TensorId| {
         let view = swapped(patterns, *id);

@@ -1,4 +1,4 @@
-//! Layer norms.
+//! Replaces layer norms with kernels.
 
 use std::collections::BTreeSet;
 
@@ -36,7 +36,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every layer norm whose gradients are also all recognized.
+/// Replaces every layer norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -96,7 +96,7 @@ fn put(
     gradient.of_x.add_rests(patterns, parts)
 }
 
-/// Returns the layer norm whose last node is the given one.
+/// Returns the layer norm whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     if patterns.kind(at)? != Kind::Add {
         return None;

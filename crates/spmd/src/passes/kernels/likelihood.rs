@@ -1,4 +1,4 @@
-//! Log-probabilities of chosen classes. A cross entropy is the negative of their mean.
+//! Replaces log-probabilities of chosen classes with kernels. A cross entropy is the negative of their mean.
 
 use std::collections::BTreeSet;
 
@@ -30,7 +30,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every likelihood whose gradient is also recognized.
+/// Replaces every likelihood whose gradient, if any, is recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -71,7 +71,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the likelihood whose last node is the given one.
+/// Returns the likelihood whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let Kind::Gather(dim) = patterns.kind(at)? else {
         return None;

@@ -1,4 +1,4 @@
-//! The pass that replaces functions that Burn composes of many operations with kernels.
+//! The pass that replaces compositions of many operations with kernels.
 //!
 //! It runs on the graph of one rank or, with placements, of each rank. Kernels read less memory.
 
@@ -25,10 +25,10 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that replaces functions that Burn composes of many operations with one operation of the crate `kernels`, in
-/// forward and backward. The functions are attention (with dropout on its probabilities), softmax, its logarithm and
-/// the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and SiLU-gated
-/// products. Products that Burn computes separately for each matrix of a batch become one product.
+/// The pass that replaces functions that consist of many of Burn's operations, in forward and backward. Each becomes
+/// one operation of [`burn_fsdp_kernels`]. The functions are attention (with dropout on its probabilities), softmax, its
+/// logarithm and the elements of it that a cross entropy reads, layer norms, root-mean-square norms, GELU, SiLU and
+/// SiLU-gated products. Products that Burn computes separately for each matrix of a batch become one product.
 ///
 /// ```text
 /// before                                      after

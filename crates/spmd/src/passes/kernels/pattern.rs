@@ -113,7 +113,7 @@ impl Patterns {
         self.nodes.len()
     }
 
-    /// Returns the kind of a node that has not been removed.
+    /// Returns the kind of a node; `None` if it has been removed or is in no pattern.
     pub(super) fn kind(&self, index: usize) -> Option<Kind> {
         self.kinds[index].filter(|_| !self.gone.contains(&index))
     }
@@ -127,7 +127,7 @@ impl Patterns {
         self.nodes[index].inputs().collect()
     }
 
-    /// Returns the result of a node, which has only one.
+    /// Returns the first result of a node.
     pub(super) fn output(&self, index: usize) -> TensorId {
         self.nodes[index]
             .outputs()
@@ -158,7 +158,7 @@ impl Patterns {
         readers.filter(|index| !self.gone.contains(index))
     }
 
-    /// Returns the operation of the given kind on these operands in this phase.
+    /// Returns the node with this kind, operands and phase, if there is one.
     pub(super) fn find_node(&self, kind: Kind, inputs: &[TensorId], phase: Phase) -> Option<usize> {
         let is = |index: &usize| {
             self.kind(*index) == Some(kind)
@@ -187,7 +187,8 @@ impl Patterns {
         inner.all(|id| !operands.contains(&id) && self.is_read_by(id, nodes))
     }
 
-    /// Returns true if the graph shows that a value is in row-major order, so a reshape copies nothing.
+    /// Returns true unless a value is a view other than a reshape. Its elements are then usually in row-major order,
+    /// and a reshape copies nothing.
     pub(super) fn is_in_order(&self, id: TensorId) -> bool {
         let operation = self
             .writers
@@ -202,12 +203,12 @@ impl Patterns {
         })
     }
 
-    /// Returns the first node that reads a value.
+    /// Returns the first node that reads a value, or the number of nodes if there is none.
     pub(super) fn first_reader(&self, id: TensorId) -> usize {
         self.readers(id).min().unwrap_or(self.nodes.len())
     }
 
-    /// Removes nodes.
+    /// Removes nodes from the finished graph and from later searches.
     pub(super) fn remove(&mut self, nodes: &BTreeSet<usize>) {
         self.gone.extend(nodes.iter().copied());
     }
@@ -218,7 +219,7 @@ impl Patterns {
         self.before.entry(at).or_default().push(node);
     }
 
-    /// Inserts a kernel with these inputs and outputs at a node.
+    /// Inserts a kernel with these inputs and outputs before the node `at`.
     pub(super) fn insert_kernel(
         &mut self,
         at: usize,
@@ -243,7 +244,7 @@ impl Patterns {
         self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
-    /// Inserts a view of a value with two dims swapped at a node.
+    /// Inserts a view of a value with two dims swapped before the node `at`.
     pub(super) fn insert_swap(
         &mut self,
         at: usize,
@@ -268,7 +269,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Inserts a reshape of one value to another at a node.
+    /// Inserts a reshape of one value to another before the node `at`.
     pub(super) fn insert_reshape(
         &mut self,
         at: usize,
@@ -285,7 +286,7 @@ impl Patterns {
         Ok(())
     }
 
-    /// Gives a value the placements of its view or base `view`, unless it is given or already placed.
+    /// Places a value like its view or base `view`, unless it is given or already placed.
     fn place_as(&mut self, value: TensorId, view: TensorId, dim_of: impl Fn(usize) -> usize) {
         if self.graph.placements(value).is_some()
             || self
@@ -306,7 +307,7 @@ impl Patterns {
         self.graph.place(value, on);
     }
 
-    /// Inserts an operation on two values at a node.
+    /// Inserts an operation on two values before the node `at`.
     pub(super) fn insert_binary(
         &mut self,
         at: usize,
@@ -332,7 +333,7 @@ impl Patterns {
     }
 }
 
-/// A binary operation that passes insert.
+/// A binary operation that the pass inserts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BinaryKind {
     Add,

@@ -1,4 +1,4 @@
-//! Products of a batch of matrices with one matrix.
+//! Replaces products of a batch of matrices and one matrix with a single product.
 
 use burn_ir::TensorId;
 use std::collections::BTreeSet;

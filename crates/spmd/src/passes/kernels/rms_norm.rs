@@ -1,4 +1,4 @@
-//! Root-mean-square norms.
+//! Replaces root-mean-square norms with kernels.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every norm whose gradients are also all recognized.
+/// Replaces every norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(norm) = norm(patterns, index) else {
@@ -47,7 +47,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the norm whose last node is the given one.
+/// Returns the norm whose last node is `at`, if there is one.
 fn norm(patterns: &Patterns, at: usize) -> Option<Scaled> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let norm = Scaled::ending_with(patterns, at)?;

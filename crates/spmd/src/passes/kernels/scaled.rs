@@ -15,7 +15,7 @@ pub(super) struct Scaled {
     pub(super) nodes: BTreeSet<usize>,
     /// Gamma with as many dims as the rows.
     gamma_row: TensorId,
-    /// The mean square and epsilon.
+    /// The mean square plus epsilon.
     variance: TensorId,
     deviation: TensorId,
     normal: TensorId,
@@ -27,9 +27,9 @@ pub(super) struct Scaled {
 pub(super) struct ScaledGradient {
     /// Gradient of the result.
     pub(super) grad: TensorId,
-    /// The addend through the division.
+    /// The addend through the dividend.
     pub(super) direct: TensorId,
-    /// The addends through the two factors of the square: one for each, or one for both.
+    /// The addends through the two factors of the rows' square: one per factor, or one for both.
     pub(super) parts: Vec<TensorId>,
 }
 
@@ -153,8 +153,8 @@ pub(super) fn share(patterns: &Patterns, x: TensorId) -> f64 {
     1.0 / width as f64
 }
 
-/// Returns the vector of which a row is a reshape, and the node of the reshape. All dims of the row except the last
-/// have one element.
+/// Returns the vector that is reshaped to a row, and the node of the reshape. All dims of a row except the last have
+/// one element.
 pub(super) fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
     let (node, kind) = patterns.maker(row)?;
     let of = *patterns.inputs(node).first()?;

@@ -1,4 +1,4 @@
-//! SiLU, as a function and as a gate.
+//! Replaces SiLU, as a function and as a gate, with kernels.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +25,7 @@ struct SiluGradient {
     of_x: Total,
 }
 
-/// Replaces every SiLU whose gradient is also recognized, together with the gated product if nothing else reads the
+/// Replaces every SiLU whose gradient, if any, is recognized, together with the gated product if nothing else reads the
 /// SiLU.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
@@ -39,7 +39,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the SiLU whose last node is the given one.
+/// Returns the SiLU whose last node is `at`, if there is one.
 fn silu(patterns: &Patterns, at: usize) -> Option<Silu> {
     patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
     let phase = patterns.phase(at);

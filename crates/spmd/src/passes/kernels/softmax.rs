@@ -1,4 +1,4 @@
-//! Softmax and its logarithm.
+//! Replaces softmax and its logarithm with kernels.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +33,7 @@ struct Backward {
     nodes: BTreeSet<usize>,
 }
 
-/// Replaces every softmax whose gradients are also all recognized.
+/// Replaces every softmax whose gradient, if any, is recognized.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
@@ -70,7 +70,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the softmax whose last node is the given one.
+/// Returns the softmax whose last node is `at`, if there is one.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let phase = patterns.phase(at);
     let y = patterns.output(at);

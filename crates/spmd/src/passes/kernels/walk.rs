@@ -8,7 +8,7 @@ use super::pattern::{BinaryKind, Kind, Patterns, bits};
 use crate::error::Error;
 use crate::graph::Phase;
 
-/// A walk from operation to operation in backward, which records the nodes.
+/// A walk through operations of backward that records the nodes it visits.
 pub(super) struct Walk<'a> {
     pub(super) patterns: &'a Patterns,
     pub(super) nodes: BTreeSet<usize>,
@@ -36,8 +36,8 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Walks to the result of a sum over all dims except the last. Burn does not sum along dims of size one, although
-    /// on a rank a larger dim may have size one.
+    /// Walks to the result of a sum over all dims except the last. Burn does not sum along dims of size one, but does
+    /// sum along a larger dim that has size one only on this rank.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);

@@ -1,4 +1,5 @@
-//! Faulty placement rules, derived from correct ones by seed. Types or the certificate must reject each of them.
+//! Faulty placement rules, derived from correct ones by seed. Types or the certificate must reject all of them, except
+//! a few that only communicate more.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

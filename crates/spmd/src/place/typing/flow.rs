@@ -25,8 +25,9 @@ pub(crate) struct IllTyped {
 /// The types of a value, one for each axis of the mesh.
 type Types = Vec<SpmdType>;
 
-/// Finds the first node with a type error in a graph of several ranks: it does not accept an operand's type, or its
-/// result differs from the declared placement. A graph of a single rank has no types.
+/// Checks the types of a graph of several ranks. The error names the first node that does not accept an operand's type,
+/// or whose result differs from the declared placement; or it is about an update, gradient or result at the end. A
+/// graph of a single rank has no types.
 pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     let Some((flow, ill)) = flow_of(graph) else {
         return Ok(());
@@ -40,7 +41,8 @@ pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     })
 }
 
-/// Infers the types in a graph of several ranks, up to the first node with a type error.
+/// Infers the types in a graph of several ranks, up to the first node with a type error. Returns `None` for a graph of
+/// a single rank.
 pub(super) fn flow_of(graph: &Graph) -> Option<(Flow<'_>, Option<IllTyped>)> {
     let mesh = graph.mesh()?;
     let mut flow = Flow {
@@ -393,7 +395,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Checks that `id` has the type that `of` derives from the type of `like`.
+    /// Checks that `id` has the type that `made` derives from the type of `like`.
     fn expect(
         &self,
         what: &str,

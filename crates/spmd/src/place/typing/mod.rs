@@ -1,8 +1,8 @@
 //! SPMD types: they describe how the ranks hold each value of a graph, and whether each node accepts its operands.
 //!
-//! Types follow from the types of given values, node by node, separately on each axis of the mesh. There is no type for
-//! a wrong placement rule, for a reduction that is missing, doubled or along the wrong axis, or for an incomplete
-//! gradient that reaches the optimizer. These faults are found without running anything.
+//! Types follow from the types of given values, node by node, separately on each axis of the mesh. Type errors reveal a
+//! wrong placement rule, a reduction that is missing, doubled or along the wrong axis, and an incomplete gradient that
+//! reaches the optimizer, without running anything.
 
 mod flow;
 mod program;

@@ -8,11 +8,11 @@ use crate::graph::CollectiveKind;
 
 /// The type of a value on one mesh axis: what each rank holds. It determines the type of the gradient:
 ///
-/// | type | the ranks hold | the complete gradient | a use on parts, or on own rows, adds to the gradient |
+/// | type | the ranks hold | the complete gradient | part of the gradient from a use on parts, or on own rows |
 /// |---|---|---|---|
 /// | replicate | the same | replicate | an addend on each rank: partial(sum), or varying |
 /// | shard | parts of one whole | shard | a part: shard |
-/// | partial | addends of one whole | replicate: a sum hands its gradient to every addend | the same |
+/// | partial | addends of one whole | replicate: a sum hands its gradient to every addend | replicate |
 /// | varying | values of their own rows | varying | varying |
 /// | owned(r) | all of it on the rank at index r, nothing on the others | owned(r) | only its owner uses it |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

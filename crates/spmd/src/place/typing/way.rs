@@ -31,7 +31,8 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// Returns the type of a result with a declared type; `None` if it cannot have that type.
+    /// Returns the type of a result that is declared to have the type `said`, if any; `None` if it cannot have that
+    /// type.
     pub(super) fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
         let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
         match (self, said) {

@@ -129,9 +129,9 @@ impl StepScalars {
         self.parameters.get(path)
     }
 
-    /// Identifies each parameter's operation sequence. An optimizer may branch on its step number, or omit operations
-    /// when a scalar is zero, and the step then needs another graph. The identifiers are valid only within one compiled
-    /// step.
+    /// Returns an identifier of each parameter's operation sequence, in the order of the paths. An optimizer may branch
+    /// on its step number, or omit operations when a scalar is zero, and the step then needs another graph. The
+    /// identifiers are valid only within one compiled step.
     pub fn structure(&self) -> Vec<(usize, usize)> {
         self.parameters.values().map(|step| step.number).collect()
     }

@@ -188,7 +188,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         (slot < self.slots.len()).then_some(slot)
     }
 
-    /// Attaches data to a state's tensors, so the next recording recognises them.
+    /// Attaches data to a state's tensors, so the next recording recognizes them.
     fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
         for (name, id) in &form.tensors {
             let slot = self.slot(name)?;
