@@ -63,7 +63,7 @@ pub enum Error {
         /// Why it cannot be sent.
         reason: String,
     },
-    /// Trained parameters that the policy ignores, in Burn's training loop.
+    /// A trained parameter that the policy ignores, in Burn's training loop.
     #[error(
         "`{path}` is trained but belongs to no unit: each rank would have its own copy, and Burn's loop saves and \
          returns only one; remove it from `ShardPolicy::ignore`, or freeze it"
@@ -175,7 +175,7 @@ pub enum CheckpointError {
         /// The error message of that rank.
         reason: String,
     },
-    /// Factors of an adapter that were trained with another alpha.
+    /// A factor of an adapter that was trained with another scale.
     #[error(
         "`{path}` was trained with a scale (alpha over rank) of {saved}, but the policy scales adapters by {got}, \
          which changes the model; give `ShardPolicy::lora` the alpha of the training"

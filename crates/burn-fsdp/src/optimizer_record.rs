@@ -254,8 +254,7 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Returns true if a name begins with the id of the tensor on which the optimizer was checked, which is not a
-/// parameter.
+/// Returns true if a name begins with the id of a probe, on which the optimizer was tried, instead of a parameter's.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);
     id.parse::<u64>()

@@ -16,7 +16,7 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 /// simply called. All ranks must make the same calls.
 ///
 /// In the loss of a compiled step, the region is a part of the graph. Backward recomputes everything in it except
-/// random numbers, which are kept, and values read outside. Captured tensors get their gradients.
+/// random numbers and the values that are also read outside, which are kept. Captured tensors get their gradients.
 ///
 /// In the eager engine dropout draws the same numbers twice if each rank is a process. A region draws a seed from
 /// Burn's generator and seeds the generator with it, in forward and again in backward. After backward, it gives the

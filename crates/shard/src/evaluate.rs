@@ -21,8 +21,8 @@ use crate::thrown::catch;
 /// # Errors
 ///
 /// - [`Error::NotSharded`].
-/// - [`Error::State`] if evaluations are nested, or if `body` uses another copy of the module than the one it received.
-///   If one rank fails, all ranks return it.
+/// - [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than the one it received, or
+///   if another rank fails.
 /// - [`Error::Option`] for a module whose units are sharded over several groups.
 /// - A failed collective.
 ///

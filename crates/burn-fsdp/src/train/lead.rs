@@ -88,7 +88,8 @@ impl<M: LearnerModel> Lead<M> {
         };
         checkpointer.checkpoint(learner, epoch, &self.store);
         if Lent::is_recorded(learner) {
-            // Each thread takes a record after it has written the previous one.
+            // Each thread takes a record after it has written the previous one, so the previous files are no longer
+            // needed.
             self.staged = Some(staged);
         }
     }

@@ -163,7 +163,7 @@ impl Auditor {
     }
 
     /// Returns the first fault of this step, if any. `groups_of` returns the named groups of ranks over which a
-    /// parameter's gradient is summed.
+    /// parameter's gradient is summed, and `wanted` what to expect of it.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,

@@ -21,8 +21,8 @@ const FAILED: u32 = u32::MAX - 1;
 /// A unit of the evaluated module, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are equal values of one unit. Pointers are not enough: values from several generations are
-/// combined anew for each request.
+/// Returns true if both are equal values of one unit. Comparing pointers is not enough, because values from several
+/// generations may be combined anew for each request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }

@@ -357,8 +357,8 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            // Here and below, errors are ignored: an error has already ended the failure domain, and the next operation
-            // reports it.
+            // Here and below, errors are ignored: the process group has already failed, and the next operation reports
+            // that.
             last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {

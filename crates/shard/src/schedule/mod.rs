@@ -108,7 +108,7 @@ pub(crate) struct Schedule {
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of consecutive steps in which no rank asked for the operation, or it was abandoned.
+    /// Number of consecutive steps in which no rank asked for the operation, or in which it was abandoned.
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,

@@ -42,7 +42,8 @@ pub enum WriteBack {
 /// # Errors
 ///
 /// [`Error::NotSharded`]; [`Error::Option`] for adapters that would be written back; [`Error::Returned`] if the result
-/// of `body` has other parameters or shapes than the module; a failed collective.
+/// of `body` has other parameters or shapes than the module; [`Error::Tied`] if it has different values for fields that
+/// share a parameter; a failed collective.
 pub fn summon_full_params<M: Module>(
     module: M,
     write_back: WriteBack,

@@ -71,8 +71,9 @@ use ties::Ties;
 ///
 /// # Errors
 ///
-/// A pattern that matches no module, parameters that cannot be sharded or reached, [`Error::Tied`] for fields with one
-/// id that cannot share a parameter, a child in the middle of a step, or a failed collective.
+/// A pattern that matches nothing, an axis that the mesh lacks, an invalid option, parameters that cannot be sharded or
+/// reached, [`Error::Tied`] for fields with one id that cannot share a parameter, a child in the middle of a step, or a
+/// failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &impl AsMesh,

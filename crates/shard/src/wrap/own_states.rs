@@ -17,7 +17,8 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::{Survey, survey};
 
-/// Returns the module with running states that belong only to this rank, unless it already has such states.
+/// Returns the module with running states that no other rank shares. They are new only if another rank has clones of
+/// the old ones.
 ///
 /// Collective over the ranks of `group`: one exchange of the ids of running states, if there are any.
 pub(crate) fn separate<M: Module>(
