@@ -35,7 +35,8 @@ use crate::tied::{self, Names};
 ///
 /// # Errors
 ///
-/// A tensor whose type checkpoints do not support; a mesh that lacks an axis; a step whose state cannot be read.
+/// A tensor whose type checkpoints do not support; a `mesh` that lacks an axis of the step; a step whose state cannot
+/// be read.
 pub fn snapshot_compiled<B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     mesh: &Mesh,
@@ -205,8 +206,8 @@ fn regions_of(
 /// Loads the state of a saved step into a compiled step. Either engine may have saved it, on any number of ranks. Each
 /// rank reads only the bytes that it needs. If the saved run and `step` both scale the loss, the saved scale is used.
 ///
-/// Not collective. Configure the optimizer like the saved one. States of parameters that are frozen in the step are
-/// kept, and saved with the next checkpoint.
+/// Collective only if collectives were [moved](crate::compile::Mode::move_to_next_iteration). Configure the optimizer
+/// like the saved one. States of parameters that are frozen in the step are kept, and saved with the next checkpoint.
 ///
 /// # Errors
 ///
@@ -223,7 +224,7 @@ pub fn restore_compiled<B: Batch, Be: BackendIr, O>(
 /// state, as taken by [`snapshot_compiled_matching`] or
 /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching). Other tensors stay unchanged.
 ///
-/// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
+/// `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
 ///
 /// # Errors
 ///
@@ -422,7 +423,7 @@ impl Place {
 /// with the eager engine.
 ///
 /// Collective: all ranks of the step's group call it. Parameters are gathered one at a time. A rank temporarily holds
-/// new values of at most the size of its part of the largest tensor.
+/// new values of at most the size of the largest part of a tensor on any rank.
 ///
 /// # Errors
 ///

@@ -60,8 +60,7 @@ pub struct DivideFactors {
 
 impl DivideFactors {
     /// Splits `ranks` into two factors to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is the smallest
-    /// power of two that is at least the square root of `ranks` or does not divide `ranks`, and `post` is `ranks /
-    /// pre`.
+    /// power of two that is at least the square root of `ranks` or does not divide `ranks`, and `post` is the quotient.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
         while ranks.is_multiple_of(pre) && ranks / pre > pre {
@@ -122,8 +121,8 @@ impl ShardPolicy {
 
     /// Makes every module whose path matches one of `patterns` a separate unit; the remaining parameters belong to the
     /// root. In a pattern, `*` matches any characters within one path segment, and `**` any number of segments:
-    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If a module and a module inside it both match, the inner one is a unit of
-    /// its own.
+    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If a module and a module inside it both match, the inner one is a separate
+    /// unit.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -271,7 +270,7 @@ impl ShardPolicy {
     }
 
     /// Sets whether gathers send shards in 8 bits, like ZeRO++'s quantized weights. This sends about a quarter of the
-    /// bytes, but rounds the weights. Default: shards are sent in their compute type.
+    /// bytes of 32-bit weights, but rounds the weights. Default: shards are sent in their compute type.
     ///
     /// Each block of 256 elements of a shard, counted from the rank's first element, has a 32-bit scale: a 127th of the
     /// block's largest magnitude. Each element is rounded to the nearest multiple of the scale, so the error is at most
@@ -341,7 +340,8 @@ impl ShardPolicy {
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new
-    /// order of operations; in other builds none. All ranks must set the same value; otherwise nothing is compared.
+    /// order of operations; in other builds none. Set the same value on all ranks: a step is compared only if all ranks
+    /// audit it.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self
