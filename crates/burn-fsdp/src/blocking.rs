@@ -23,7 +23,7 @@ use crate::state_types::check_state_types;
 pub struct Resumed<M> {
     /// The model.
     pub model: M,
-    /// The optimizer, with its saved state.
+    /// The optimizer, with the saved state if there is one.
     pub optimizer: ModuleOptimizer,
     /// Number of completed steps, which is also the number of the next step, counted from 0.
     pub step: u64,

@@ -33,7 +33,7 @@ pub enum Error {
     /// The name of a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// Burn's training loop in several processes, which cannot send the step outputs to each other.
+    /// A call of `FullySharded::launch` in one of several processes, between which it cannot send step outputs.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
          travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"

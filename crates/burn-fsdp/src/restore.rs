@@ -125,7 +125,7 @@ fn check_scale(tensor: &LocalTensor, saved: &TensorEntry) -> Result<(), Checkpoi
     }
 }
 
-/// Returns the region of a tensor that a rank holds.
+/// Returns the region of a tensor that this rank holds.
 pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }

@@ -13,7 +13,7 @@ const BATCH_NORM: &str = "Struct:BatchNorm";
 /// Burn's names for the layers that compute in the device's default type: they create their initial states and outputs
 /// in it.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// Burn's name for a part that every recurrent layer has, and that a user's struct of the same name lacks.
+/// Burn's name for a part of every recurrent layer. A user's struct with the name of such a layer lacks it.
 const GATE: &str = "Struct:GateController";
 
 /// A Burn layer that computes in only one type.

@@ -1,4 +1,4 @@
-//! The sharding policy: which parameters are gathered together, and when full weights are dropped.
+//! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
 use burn::module::Lora;
 use burn::tensor::{Device, Tensor};

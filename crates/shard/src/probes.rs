@@ -267,7 +267,7 @@ impl Trial {
     }
 }
 
-/// Returns the message of a panic; `None` for one of this crate's own errors.
+/// Returns the message of a panic; `None` if it has none, as this crate's own errors.
 fn words(panic: &(dyn Any + Send)) -> Option<String> {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))

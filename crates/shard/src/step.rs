@@ -63,7 +63,7 @@ pub fn backward<M: Module, const D: usize>(
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Returns the gradients of `loss`, and of parameters that only other ranks used.
+/// Returns the gradients of `loss`, including gradients of parameters that only other ranks used.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,

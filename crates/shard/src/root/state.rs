@@ -36,7 +36,7 @@ pub(crate) struct Root {
     /// The memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
-    /// A number that is equal on all ranks and different for each module, to distinguish their operations.
+    /// A number that is equal on all ranks and different for each module, to distinguish the modules' operations.
     pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,

@@ -111,7 +111,7 @@ struct Fill {
     /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
     tied: HashSet<Key>,
-    /// The whole values of these parameters.
+    /// The whole values of the parameters in `tied` that have been gathered.
     shared: HashMap<Key, Tensor<1>>,
 }
 

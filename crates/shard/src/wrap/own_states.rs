@@ -46,7 +46,7 @@ pub(crate) fn separate<M: Module>(
     }
 }
 
-/// Returns a module with its own running states, if it has any.
+/// Returns the module with new running states, which no clone of it shares.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     let survey = survey(&module)?;
     match survey.buffers.is_empty() {
