@@ -195,8 +195,8 @@ pub(crate) fn with_state_of_file(
 }
 
 /// Rejects a record unless the optimizer accepts all of it in the same types. Burn drops states that it cannot
-/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, so
-/// the next step of a parameter of a different type panics. The check uses tensors of one element.
+/// reassemble, and training would continue without them. Burn also creates tensors in the default type of the device,
+/// so the next step of a parameter of a different type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,

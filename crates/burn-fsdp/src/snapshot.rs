@@ -1,7 +1,7 @@
 //! Snapshots: the state of the eager engine and the optimizer, as tensors of [steps](crate::checkpoint).
 //!
-//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh and
-//! either shard layout.
+//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh and any
+//! shard layout.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

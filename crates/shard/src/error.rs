@@ -94,7 +94,7 @@ pub enum Error {
          `replicate` once per module, children before parents"
     )]
     AlreadySharded {
-        /// Name of one of these units.
+        /// Name of one of the units that have these parameters.
         unit: String,
     },
     /// An ignore pattern that matches a sharded parameter.

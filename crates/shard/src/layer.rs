@@ -26,7 +26,7 @@ pub(crate) struct Layer {
     pub(crate) dtype: DType,
 }
 
-/// Returns the layer that contains the parameter at `place`, if it is one of these layers. `containers` are Burn's
+/// Returns the layer that contains the parameter at `place`, if it computes in only one type. `containers` are Burn's
 /// names for the kinds of the enclosing modules. For a layer with running states, the type is set later.
 pub(crate) fn around(
     place: &Location,

@@ -37,10 +37,11 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// Each rank takes a contiguous part of the loaders' items, as in Burn's distributed training, so a step covers one
 /// batch per rank. If the items do not divide evenly, the ranks that run out process a batch again, and its rows do not
-/// count. Gradients are averaged by the number of items that the loaders have read for them. A step is then the mean
-/// over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items back is counted by
-/// the items it reads, not by those it returns.) Validation is also divided, and every item is counted once. A metric
-/// that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every rank.
+/// count. Gradients are weighted by the number of items that the loaders have read for them. A step's gradient is then
+/// the mean over the step's items, if the loss is the mean over its batch. (A custom batch strategy that holds items
+/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
+/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every
+/// rank.
 ///
 /// # Differences
 ///
@@ -54,7 +55,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
-/// - Custom checkpointers that read tensors of records keep these in memory, because tensors are read on demand.
+/// - Tensors of records are read on demand. A custom checkpointer that reads them keeps them in memory.
 /// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
 ///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///

@@ -136,8 +136,8 @@ impl Auditor {
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Records the messages of all ranks, in rank order. They replace those of earlier exchanges, which did not end
-    /// backward.
+    /// Records the messages of all ranks, in rank order. They replace the messages of earlier exchanges, which did not
+    /// end backward.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();
         let decode = |(rank, bytes): (usize, &[u8])| {

@@ -131,7 +131,7 @@ impl Evaluated {
 
     /// Takes part in the other ranks' gathers until the unit at `own` is next, or until all ranks are done.
     ///
-    /// In each round every rank reports the unit that it needs, and all gather the first of these in module order.
+    /// In each round every rank reports the unit that it needs, and all gather the first reported unit in module order.
     /// Ranks that are behind catch up, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {

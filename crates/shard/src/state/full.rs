@@ -29,8 +29,8 @@ pub enum WriteBack {
 /// either with shards taken from the result of `body` or unchanged.
 ///
 /// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored precision,
-/// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. Its forward
-/// communicates nothing, so ranks may use it differently. With [`WriteBack::Keep`] all ranks must return the same
+/// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. The copy's forward
+/// communicates nothing, so ranks may use the copy differently. With [`WriteBack::Keep`] all ranks must return the same
 /// values; otherwise shards of different modules would be combined. Parameters that no unit manages and running states
 /// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
 /// merged into the weights of the copy, so it cannot be written back.
@@ -346,7 +346,7 @@ pub struct FullTensor<'a> {
 /// [`sync_buffers`](crate::sync_buffers) first to average them over the ranks.
 ///
 /// Only rank 0 of each shard group holds whole parameters, at most one at a time. The other ranks only send, and
-/// `visit` is not called on them. It cannot stop early, because the other ranks would not know.
+/// `visit` is not called on them. `visit` cannot stop early, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///
