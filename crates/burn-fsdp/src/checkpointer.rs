@@ -155,8 +155,8 @@ impl Offered {
 
 impl Checkpointer {
     /// Creates a checkpointer that saves to `checkpoints`. The ranks meet over a group
-    /// [isolated](ProcessGroup::isolate) from `world`, so a save that takes longer than `deadline` fails without
-    /// affecting the training.
+    /// [isolated](ProcessGroup::isolate) from `world`, so a save in which a rank waits longer than `deadline` for the
+    /// others does not affect the training. That save and all later ones fail.
     ///
     /// Collective.
     ///

@@ -39,7 +39,7 @@ pub enum Error {
         /// The shared path.
         path: String,
     },
-    /// Backward reached no parameter of the module.
+    /// A loss without a graph, or a module without a trained parameter.
     #[error(
         "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
          no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
@@ -364,7 +364,7 @@ pub enum Error {
         /// Path of the first parameter whose gradient on this rank is not finite.
         first: String,
     },
-    /// A loss scale that has become too small to halve.
+    /// A loss scale that has become too small to reduce further.
     #[error(
         "the loss scale has fallen to {scale:e} and every step still overflows, so the loss or the gradients are \
          infinite or NaN at any scale; look for the cause in the model, its data or the learning rate, or compute in \
