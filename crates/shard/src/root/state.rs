@@ -421,7 +421,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Throws an error if this thread is inside a gradient hook.
+/// Throws an error if this thread is inside a hook of the policy.
 fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(
