@@ -30,7 +30,7 @@ pub enum Error {
     /// A step that could not be compiled or run.
     #[error(transparent)]
     Compile(Box<burn_fsdp_spmd::Error>),
-    /// The name of a device that this build or this machine does not have.
+    /// An invalid device name, or a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
     /// A call of `FullySharded::launch` in one of several processes, between which it cannot send step outputs.

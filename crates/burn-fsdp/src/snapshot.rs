@@ -32,7 +32,8 @@ pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 pub struct TrainingSnapshot {
     /// The parts that each rank writes; the same plan on every rank.
     pub plan: Arc<WritePlan>,
-    /// The bytes of this rank's tensors. The model's bytes are shared, not copied: training may continue.
+    /// The bytes of this rank's tensors. On the CPU backend, the model's bytes are shared, not copied. Training may
+    /// continue.
     pub snapshot: Snapshot,
     /// The non-tensor values of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).

@@ -102,7 +102,7 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Returns a reader for the sharded `module`, which remains valid for its later versions.
+    /// Returns a reader for the sharded `module` that remains valid for later versions of the module.
     ///
     /// # Errors
     ///
