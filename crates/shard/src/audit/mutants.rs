@@ -297,8 +297,7 @@ const ALL: [Wrong; 11] = [
     Wrong::OldGradient,
 ];
 
-/// Returns `events` with an error of this kind at a random event; `None` if no event can have it, or the change would
-/// not affect a sum.
+/// Returns `events` with a random error of this kind; `None` if none fits, or it would not affect a sum.
 fn mutated(
     layout: &Layout,
     events: &[Event],

@@ -69,7 +69,8 @@ impl WrapPlan {
     }
 }
 
-/// Returns the plan of a sharded module, as seen from this rank.
+/// Returns the plan of a sharded module, as seen from this rank. If only children of the module were sharded, it is the
+/// plan of the first one.
 ///
 /// # Errors
 ///
