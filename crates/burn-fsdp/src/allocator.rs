@@ -7,7 +7,8 @@
 /// library has no such setting: only glibc on Linux has one. Programs with their own allocator (`#[global_allocator]`)
 /// do not need it.
 ///
-/// Blocks above 64 MiB are still returned to the system if a thread other than the main one allocates them.
+/// Some blocks are still returned to the system: blocks above 64 MiB that a thread other than the main one allocates,
+/// and, with old versions of glibc, all blocks above 32 MiB.
 ///
 /// Call it at the start of a program that trains on the CPU, as the `burn-fsdp` command does. The process then stays at
 /// its peak memory, plus some fragmentation between tensors.

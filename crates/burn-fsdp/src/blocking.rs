@@ -23,7 +23,7 @@ use crate::state_types::check_state_types;
 pub struct Resumed<M> {
     /// The model.
     pub model: M,
-    /// The optimizer, with its saved state.
+    /// The optimizer, with the saved state if there is one.
     pub optimizer: ModuleOptimizer,
     /// Number of completed steps, which is also the number of the next step, counted from 0.
     pub step: u64,
@@ -39,9 +39,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// Atomically saves a sharded model and its optimizer to a checkpoint folder, as the state after `step` steps. Any
 /// number of ranks can continue from it with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns when the step is
-/// on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running states are saved from rank
-/// 0: to save their mean, call [`sync_buffers`](crate::state::sync_buffers) first.
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. It returns the step's number
+/// and folder when the step is on disk; a [`Checkpointer`](crate::Checkpointer) saves while training continues. Running
+/// states are saved from rank 0: to save their mean, call [`sync_buffers`](crate::state::sync_buffers) first.
 ///
 /// The model must be sharded along the mesh's only axis, or along an axis named `shard`; for other axes use
 /// [`snapshot`].
@@ -139,7 +139,7 @@ pub fn resume<M: Module>(
     };
     let newest = newest_of_rank_0(world, newest)?;
     let Some(number) = newest else {
-        // Fail before a day of training rather than at the first save.
+        // Fail now rather than at the first save.
         let checked = check_elementwise_once(&model, &optimizer)
             .map_err(CheckpointError::from)
             .and_then(|()| check_state_types(&model, &optimizer));

@@ -155,8 +155,8 @@ impl Offered {
 
 impl Checkpointer {
     /// Creates a checkpointer that saves to `checkpoints`. The ranks meet over a group
-    /// [isolated](ProcessGroup::isolate) from `world`, so a save that takes longer than `deadline` fails without
-    /// affecting the training.
+    /// [isolated](ProcessGroup::isolate) from `world`, so a save in which a rank waits longer than `deadline` for the
+    /// others does not affect the training. That save and all later ones fail.
     ///
     /// Collective.
     ///
@@ -173,7 +173,7 @@ impl Checkpointer {
     }
 
     /// Creates a checkpointer that saves to `checkpoints`. The ranks communicate over `rendezvous`. If the rendezvous
-    /// survives a failure of `world`, the current save is completed.
+    /// survives a failure of `world`, a save in progress is still completed.
     ///
     /// # Errors
     ///
@@ -265,7 +265,7 @@ impl Checkpointer {
 
     /// Waits for all saves, and returns the failure of the last one, if it failed.
     ///
-    /// Not a collective of the training's group, because a disk may be slow.
+    /// This does not communicate over the training's group, whose deadline a slow disk could exceed.
     ///
     /// # Errors
     ///
@@ -319,7 +319,7 @@ impl Checkpointer {
         self.newest
     }
 
-    /// Returns the remarks since the last call. Every rank gets every failure.
+    /// Returns the remarks since the last call. A failed save is reported on every rank.
     pub fn remarks(&mut self) -> Vec<SaveRemark> {
         std::mem::take(&mut self.remarks)
     }

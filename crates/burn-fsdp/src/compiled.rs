@@ -25,15 +25,18 @@ use crate::snapshot::{Elements, TrainingSnapshot};
 use crate::tied::{self, Names};
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does for a sharded model and its
-/// optimizer, in the same form: either engine can continue from it, on any backend. `mesh` contains all ranks that save, and `axis` is
-/// its axis for the step's group. A step with placements has its own mesh, and `mesh` must have axes of the same names.
+/// optimizer, in the same form: either engine can continue from it, on any backend. `mesh` contains all ranks that
+/// save, and `axis` is the axis of `mesh` for the step's group. A step with placements has its own mesh, and `mesh`
+/// must have axes of the same names.
 ///
-/// Not collective, but all ranks must take their snapshots at the same point. Buffers that differ between ranks, such
-/// as the running statistics of a data-parallel step, are saved from the first rank.
+/// All ranks must take their snapshots at the same point. This is collective only if collectives were
+/// [moved](crate::compile::Mode::move_to_next_iteration). Buffers that differ between ranks, such as the running
+/// statistics of a data-parallel step, are saved from the first rank.
 ///
 /// # Errors
 ///
-/// A tensor whose type checkpoints do not support.
+/// A tensor whose type checkpoints do not support; a `mesh` that lacks an axis of the step; a step whose state cannot
+/// be read.
 pub fn snapshot_compiled<B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     mesh: &Mesh,
@@ -201,10 +204,10 @@ fn regions_of(
 }
 
 /// Loads the state of a saved step into a compiled step. Either engine may have saved it, on any number of ranks. Each
-/// rank reads only the bytes that it needs. If both scale the loss, the saved scale is used.
+/// rank reads only the bytes that it needs. If the saved run and `step` both scale the loss, the saved scale is used.
 ///
-/// Not collective. Configure the optimizer like the saved one. States of parameters that are frozen in the step are
-/// kept, and saved with the next checkpoint.
+/// Collective only if collectives were [moved](crate::compile::Mode::move_to_next_iteration). Configure the optimizer
+/// like the saved one. States of parameters that are frozen in the step are kept, and saved with the next checkpoint.
 ///
 /// # Errors
 ///
@@ -221,7 +224,7 @@ pub fn restore_compiled<B: Batch, Be: BackendIr, O>(
 /// state, as taken by [`snapshot_compiled_matching`] or
 /// [`snapshot_matching`](crate::internals::checkpoint::snapshot_matching). Other tensors stay unchanged.
 ///
-/// Not collective. `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
+/// `is_wanted` must select the same paths on all ranks. Otherwise like [`restore_compiled`].
 ///
 /// # Errors
 ///
@@ -419,13 +422,13 @@ impl Place {
 /// Copies the current parameters and buffers of a compiled step into a sharded model, to evaluate it or to continue
 /// with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. Parameters are unsharded one at a time. A rank temporarily holds
-/// new values of at most the size of its part of the largest tensor.
+/// Collective: all ranks of the step's group call it. Parameters are gathered one at a time. A rank temporarily holds
+/// new values of at most the size of the largest part of a tensor on any rank.
 ///
 /// # Errors
 ///
-/// A path that the step lacks; a failed collective, after which other copies of the model may have some of the new
-/// values.
+/// A model that is not sharded; a path that the step lacks; a failed collective, after which other copies of the model
+/// may have some of the new values.
 pub fn load_compiled<M: Module, B: Batch, Be: BackendIr, O>(
     mut model: M,
     step: &mut CompiledStep<B, Be, O>,

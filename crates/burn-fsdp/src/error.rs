@@ -30,10 +30,10 @@ pub enum Error {
     /// A step that could not be compiled or run.
     #[error(transparent)]
     Compile(Box<burn_fsdp_spmd::Error>),
-    /// The name of a device that this build or this machine does not have.
+    /// An invalid device name, or a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// Burn's training loop in several processes, which cannot send the step outputs to each other.
+    /// A call of `FullySharded::launch` in one of several processes, between which it cannot send step outputs.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
          travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
@@ -63,7 +63,7 @@ pub enum Error {
         /// Why it cannot be sent.
         reason: String,
     },
-    /// Trained parameters that the policy ignores, in Burn's training loop.
+    /// A trained parameter that the policy ignores, in Burn's training loop.
     #[error(
         "`{path}` is trained but belongs to no unit: each rank would have its own copy, and Burn's loop saves and \
          returns only one; remove it from `ShardPolicy::ignore`, or freeze it"
@@ -175,7 +175,7 @@ pub enum CheckpointError {
         /// The error message of that rank.
         reason: String,
     },
-    /// Factors of an adapter that were trained with another alpha.
+    /// A factor of an adapter that was trained with another scale.
     #[error(
         "`{path}` was trained with a scale (alpha over rank) of {saved}, but the policy scales adapters by {got}, \
          which changes the model; give `ShardPolicy::lora` the alpha of the training"

@@ -54,8 +54,8 @@ impl FileBackedOptimizer {
 
     /// Loads a step as [`restore_training`](crate::internals::checkpoint::restore_training) does: into a sharded model,
     /// the parameters and running states that `is_wanted` selects by path; into this optimizer, its whole state, with
-    /// one unit at a time in memory. The saving training run may have had its optimizer state in memory, and vice
-    /// versa.
+    /// one unit at a time in memory. The saved run may have had its optimizer state in memory: both kinds of optimizers
+    /// save the same steps.
     ///
     /// Not collective.
     ///

@@ -24,7 +24,7 @@
 //!     let net = Net { layers: (0..4).map(|_| LinearConfig::new(32, 32).init(&device)).collect() };
 //!     let mut net = fully_shard(net, &mesh, ShardPolicy::new().units(["layers.*"]))?;
 //!     let mut optim = AdamWConfig::new().init();
-//!     // Rejects optimizers that compute with whole tensors, such as Muon, or any with clipping inside.
+//!     // Rejects optimizers that compute with whole tensors, such as Muon, or any that clip by norm.
 //!     check_elementwise(&net, &optim)?;
 //!     let mut last = f32::INFINITY;
 //!     for _ in 0..3 {

@@ -195,8 +195,8 @@ pub(crate) fn with_state_of_file(
 }
 
 /// Rejects a record unless the optimizer accepts all of it in the same types. Burn drops states that it cannot
-/// reassemble, and training would continue without them. It also creates tensors in the default type of the device, so
-/// the next step of a parameter of a different type panics. The check uses tensors of one element.
+/// reassemble, and training would continue without them. Burn also creates tensors in the default type of the device,
+/// so the next step of a parameter of a different type panics. The check uses tensors of one element.
 pub(crate) fn check_taken(
     optimizer: &ModuleOptimizer,
     parts: &OptimizerParts,
@@ -254,8 +254,7 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Returns true if a name begins with the id of the tensor on which the optimizer was checked, which is not a
-/// parameter.
+/// Returns true if a name begins with the id of a probe, on which the optimizer was tried, instead of a parameter's.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);
     id.parse::<u64>()

@@ -24,7 +24,7 @@ use crate::piecewise::taken_in_pieces;
 /// Gathers the whole optimizer state of a sharded model. Ranks that `keep` it get an optimizer for the plain copy of
 /// the model that [`unsharded`](crate::internals::state::unsharded) returns, with the copy's ids; the others get
 /// `None`. To continue training with the copy, call `train` on it first, which adds autodiff. The optimizer's record
-/// equals the record of an unsharded training run. Groups that select parameters by id use the ids of the sharded
+/// equals the record of an unsharded training run. The optimizer's groups by ids still contain the ids of the sharded
 /// model.
 ///
 /// Ranks that do not `keep` the state hold one whole tensor at a time, in addition to their own state.
@@ -174,8 +174,8 @@ impl Whole {
 /// Returns an optimizer configured like `whole`, with this rank's part of its states, for a sharded model. `whole` is
 /// the optimizer of the model before it was sharded, or of a plain copy, as [`unsharded_optimizer`] returns it.
 ///
-/// Not collective: every rank that holds parameters holds the whole states at the same time. For states that do not
-/// fit on a rank, use [steps](crate::checkpoint).
+/// Not collective. Every rank that holds parameters also holds the whole states during the call. If they do not fit,
+/// use [steps](crate::checkpoint).
 ///
 /// # Errors
 ///

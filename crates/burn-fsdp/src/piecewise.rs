@@ -17,7 +17,7 @@ use crate::optimizer_record::deferred;
 /// Number of pieces into which a state is split. Each piece costs a pass over all parameters.
 const PIECES: usize = 32;
 
-/// Returns the optimizer with the state of only these parameters.
+/// Returns the optimizer with the state of only the parameters `ids`.
 pub(crate) fn only(
     optimizer: &ModuleOptimizer,
     ids: impl IntoIterator<Item = u64>,
@@ -28,7 +28,7 @@ pub(crate) fn only(
     optimizer.clone().with_group(others, any, None)
 }
 
-/// Returns the optimizer without the state of these parameters.
+/// Returns the optimizer without the state of the parameters `ids`.
 pub(crate) fn without(
     optimizer: ModuleOptimizer,
     ids: impl IntoIterator<Item = u64>,

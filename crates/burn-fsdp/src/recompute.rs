@@ -12,11 +12,11 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 ///
 /// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times. It
 /// must capture no tracked tensor, because the tensor's gradient would be lost. Violations are errors. Running
-/// statistics, such as BatchNorm's, are updated once. Outside of training, or inside another region, `forward` is
-/// simply called. All ranks must make the same calls.
+/// statistics, such as BatchNorm's, are updated once. If `input` is not on an autodiff device, or inside another
+/// region, `forward` is simply called. All ranks must make the same calls.
 ///
 /// In the loss of a compiled step, the region is a part of the graph. Backward recomputes everything in it except
-/// random numbers, which are kept, and values read outside. Captured tensors get their gradients.
+/// random numbers and the values that are also read outside, which are kept. Captured tensors get their gradients.
 ///
 /// In the eager engine dropout draws the same numbers twice if each rank is a process. A region draws a seed from
 /// Burn's generator and seeds the generator with it, in forward and again in backward. After backward, it gives the

@@ -26,7 +26,7 @@ use crate::tied::Names;
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape;
-/// tensors of the step that the model lacks; adapters with another alpha; damage. On an error, the model and its clones
+/// tensors of the step that the model lacks; adapters with another scale; damage. On an error, the model and its clones
 /// are unchanged.
 pub fn restore<M: Module>(
     model: M,
@@ -70,7 +70,7 @@ pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointEr
 /// Loads the parameters and running states of `step` that `is_wanted` selects by path into a sharded model, for example
 /// a backbone without its head. Leaves the others unchanged.
 ///
-/// Not collective. `is_wanted` must be equal on all ranks.
+/// Not collective. `is_wanted` must select the same paths on all ranks.
 ///
 /// # Errors
 ///
@@ -125,7 +125,7 @@ fn check_scale(tensor: &LocalTensor, saved: &TensorEntry) -> Result<(), Checkpoi
     }
 }
 
-/// Returns the region of a tensor that a rank holds.
+/// Returns the region of a tensor that this rank holds.
 pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     Region::Flat(tensor.range())
 }

@@ -1,7 +1,7 @@
 //! Snapshots: the state of the eager engine and the optimizer, as tensors of [steps](crate::checkpoint).
 //!
-//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh and
-//! either shard layout.
+//! Parameters and their optimizer state are named by path, so a step loads into any number of ranks, any mesh and any
+//! shard layout.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,7 +32,8 @@ pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
 pub struct TrainingSnapshot {
     /// The parts that each rank writes; the same plan on every rank.
     pub plan: Arc<WritePlan>,
-    /// The bytes of this rank's tensors. The model's bytes are shared, not copied: training may continue.
+    /// The bytes of this rank's tensors. On the CPU backend, the model's bytes are shared, not copied. Training may
+    /// continue.
     pub snapshot: Snapshot,
     /// The non-tensor values of the optimizer's state, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).

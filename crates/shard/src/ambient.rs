@@ -23,7 +23,7 @@ pub(crate) enum Purpose {
     RegionAgain,
     /// A map that the engine itself runs.
     Map,
-    /// A call of a gradient hook.
+    /// A call of one of the policy's hooks.
     Hook,
     /// A call of [`catch`](crate::catch), which returns unwinding errors as values.
     Catch,

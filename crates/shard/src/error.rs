@@ -39,7 +39,7 @@ pub enum Error {
         /// The shared path.
         path: String,
     },
-    /// Backward reached no parameter of the module.
+    /// A loss without a graph, or a module without a trained parameter.
     #[error(
         "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
          no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
@@ -94,7 +94,7 @@ pub enum Error {
          `replicate` once per module, children before parents"
     )]
     AlreadySharded {
-        /// Name of one of these units.
+        /// Name of one of the units that have these parameters.
         unit: String,
     },
     /// An ignore pattern that matches a sharded parameter.
@@ -317,7 +317,7 @@ pub enum Error {
          `Tensor::inner` if necessary"
     )]
     Hook {
-        /// The subject of the call: a parameter's path or a unit's name, with the rank.
+        /// The subject of the call: a parameter's gradient, or a unit's reduction on a rank.
         of: String,
         /// The expected behavior.
         expected: String,
@@ -364,7 +364,7 @@ pub enum Error {
         /// Path of the first parameter whose gradient on this rank is not finite.
         first: String,
     },
-    /// A loss scale that has become too small to halve.
+    /// A loss scale that has become too small to reduce further.
     #[error(
         "the loss scale has fallen to {scale:e} and every step still overflows, so the loss or the gradients are \
          infinite or NaN at any scale; look for the cause in the model, its data or the learning rate, or compute in \

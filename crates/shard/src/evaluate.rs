@@ -7,9 +7,10 @@ use crate::inspect;
 use crate::root::{Evaluable, Evaluation, are_equal};
 use crate::thrown::catch;
 
-/// Evaluates a sharded module. Passes `body` the module's [`valid`](Module::valid) copy, without autodiff. As in
-/// training, ranks may take different routes through it: experts chosen by a router, skipped layers, different numbers
-/// of batches. (Outside this function, a [`Module::valid`] copy needs the same units in the same order on all ranks.)
+/// Evaluates a sharded module: passes its [`valid`](Module::valid) copy, without autodiff, to `body`, and returns the
+/// result. As in training, ranks may take different routes through it: experts chosen by a router, skipped layers,
+/// different numbers of batches. (Outside this function, a [`Module::valid`] copy needs the same units in the same
+/// order on all ranks.)
 ///
 /// Before each gather, ranks exchange which unit they need. Ranks that need another unit, or have finished, still send
 /// their shards. So a rank that has finished waits for the others; between gathers, the group's deadline limits the
@@ -21,8 +22,8 @@ use crate::thrown::catch;
 /// # Errors
 ///
 /// - [`Error::NotSharded`].
-/// - [`Error::State`] if evaluations are nested, or if `body` uses another copy of the module than the one it received.
-///   If one rank fails, all ranks return it.
+/// - [`Error::State`] if evaluations are nested, if `body` uses another copy of the module than the one it received, or
+///   if another rank fails.
 /// - [`Error::Option`] for a module whose units are sharded over several groups.
 /// - A failed collective.
 ///

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::ambient::{Purpose, is_within, within};
 
-/// A function that changes this rank's full gradient of a parameter before it is reduced: compression, noise,
+/// A function that changes this rank's full gradient of a parameter before it is reduced, for compression, noise or
 /// statistics. It receives the parameter's path and flat gradient, and returns a gradient of the same length.
 #[derive(Clone)]
 pub(crate) struct GradientHook(Arc<ChangeGradient>);

@@ -13,7 +13,7 @@ const BATCH_NORM: &str = "Struct:BatchNorm";
 /// Burn's names for the layers that compute in the device's default type: they create their initial states and outputs
 /// in it.
 const RECURRENT: [&str; 3] = ["Struct:Lstm", "Struct:Gru", "Struct:Rnn"];
-/// Burn's name for a part that every recurrent layer has, and that a user's struct of the same name lacks.
+/// Burn's name for a part of every recurrent layer. A user's struct with the name of such a layer lacks it.
 const GATE: &str = "Struct:GateController";
 
 /// A Burn layer that computes in only one type.
@@ -26,7 +26,7 @@ pub(crate) struct Layer {
     pub(crate) dtype: DType,
 }
 
-/// Returns the layer that contains the parameter at `place`, if it is one of these layers. `containers` are Burn's
+/// Returns the layer that contains the parameter at `place`, if it computes in only one type. `containers` are Burn's
 /// names for the kinds of the enclosing modules. For a layer with running states, the type is set later.
 pub(crate) fn around(
     place: &Location,

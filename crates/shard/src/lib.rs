@@ -35,14 +35,14 @@
 //! Around the engine:
 //!
 //! - `inspect`: finds the sharded parameters of a module, and reports its units, plan, order and memory.
-//! - `state`: reads, saves and changes a module's state between steps. `optim`: processes gradients between backward
-//!   and the optimizer.
+//! - `state`: reads, saves and changes a module's state between steps. `optim`: gradients between backward and the
+//!   optimizer, checks of optimizers, and optimizers with compact or checked states.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: detects trained parameters that no unit would reduce.
 //! - `recompute` (activation checkpointing), `numbers` (repeats the random numbers of a region), `leaves` (autodiff
 //!   leaves that ranks share) and `step` ([`backward`]).
-//! - `wrapper`: a module type with all of this as methods.
+//! - `wrapper`: a module type that has the most common functions as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!

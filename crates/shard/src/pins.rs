@@ -10,7 +10,7 @@ use crate::report;
 /// A unit whose full weights are kept alive outside the engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pinned {
-    /// Path of the unit.
+    /// Name of the unit.
     pub unit: String,
     /// Bytes of the full weights that were still alive when backward began.
     pub bytes: usize,

@@ -1,4 +1,4 @@
-//! The sharding policy: which parameters are gathered together, and when full weights are dropped.
+//! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
 use burn::module::Lora;
 use burn::tensor::{Device, Tensor};
@@ -59,8 +59,8 @@ pub struct DivideFactors {
 }
 
 impl DivideFactors {
-    /// Splits `ranks` into two factors to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is a power of
-    /// two near the square root of `ranks`, and `post` is `ranks / pre`.
+    /// Splits `ranks` into two factors to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is the smallest
+    /// power of two that is at least the square root of `ranks` or does not divide `ranks`, and `post` is the quotient.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
         while ranks.is_multiple_of(pre) && ranks / pre > pre {
@@ -121,7 +121,8 @@ impl ShardPolicy {
 
     /// Makes every module whose path matches one of `patterns` a separate unit; the remaining parameters belong to the
     /// root. In a pattern, `*` matches any characters within one path segment, and `**` any number of segments:
-    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If two patterns match on one path, the inner module wins.
+    /// `"blocks.*"`, `"conv*"`, `"**.norm"`. If a module and a module inside it both match, the inner one is a separate
+    /// unit.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -129,7 +130,7 @@ impl ShardPolicy {
 
     /// Joins all modules whose paths match any of `patterns` into one unit, such as the last norm and the head, like
     /// PyTorch's `fully_shard([norm, head])`. Each call defines a unit. The patterns work as in [`units`](Self::units),
-    /// including the rule that the inner module wins. The unit's name is its patterns, joined with `+`.
+    /// including the rule for a module inside another. The unit's name is its patterns, joined with `+`.
     ///
     /// The parameters of a unit are gathered and held together, so join modules that are used one after the other.
     ///
@@ -198,7 +199,8 @@ impl ShardPolicy {
     /// Parameters are assigned by their number of elements: the largest first, each to the rank of the shard axis that
     /// owns the fewest elements. With fewer matching parameters than ranks, some ranks own none. Parameters that every
     /// rank holds whole anyway stay whole, and optimizers also see them in their original shape. These are
-    /// one-dimensional parameters, those below [`whole_below`](Self::whole_below), and all with [`Strategy::NoShard`].
+    /// one-dimensional parameters (unless [`shard_vectors`](Self::shard_vectors) is set), those below
+    /// [`whole_below`](Self::whole_below), and all with [`Strategy::NoShard`].
     pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.one_owner = patterns.into_iter().map(Pattern::new).collect();
         self
@@ -213,8 +215,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets whether the root also drops its full weights after each use. Default: it keeps them from forward to
-    /// backward, because both use it first.
+    /// Sets whether the root drops its full weights after each use, like other units. Default: it keeps them from
+    /// forward to backward, because backward usually begins with the root.
     pub fn reshard_root(mut self, reshard: bool) -> Self {
         self.keep_root = !reshard;
         self
@@ -268,7 +270,7 @@ impl ShardPolicy {
     }
 
     /// Sets whether gathers send shards in 8 bits, like ZeRO++'s quantized weights. This sends about a quarter of the
-    /// bytes, but rounds the weights. Default: shards are sent in their compute type.
+    /// bytes of 32-bit weights, but rounds the weights. Default: shards are sent in their compute type.
     ///
     /// Each block of 256 elements of a shard, counted from the rank's first element, has a 32-bit scale: a 127th of the
     /// block's largest magnitude. Each element is rounded to the nearest multiple of the scale, so the error is at most
@@ -338,7 +340,8 @@ impl ShardPolicy {
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new
-    /// order of operations; in other builds none. All ranks must set the same value; otherwise nothing is compared.
+    /// order of operations; in other builds none. Set the same value on all ranks: a step is compared only if all ranks
+    /// audit it.
     pub fn audit(mut self, steps: Audit) -> Self {
         self.audit = steps;
         self

@@ -57,7 +57,8 @@ const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
 /// Number of bits that determine a parameter's probe ids: few enough that a random id is almost never a probe's, and
 /// enough that two parameters of a model almost never share probe ids.
 const PLACE_BITS: u32 = 28;
-/// Number of ids for the probes of one parameter: half for cut parameters, half for flattened ones.
+/// Number of ids for the probes of one parameter: half for parameters that are cut, half for those that are only
+/// flattened.
 const STRIDE: u64 = 16;
 /// The magnitude of the probes' values: small, so a small step shows even in a 16-bit type.
 const VALUE: f32 = 1.0 / 64.0;
@@ -266,7 +267,7 @@ impl Trial {
     }
 }
 
-/// Returns the message of a panic; `None` for one of this crate's own errors.
+/// Returns the message of a panic; `None` if it has none, as this crate's own errors.
 fn words(panic: &(dyn Any + Send)) -> Option<String> {
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))

@@ -47,8 +47,8 @@ fn copy<M: Module>(module: &M) -> M {
 ///
 /// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times,
 /// and must not capture a tracked tensor, whose gradient would be lost; violations are errors. Only the first forward
-/// updates running statistics, such as BatchNorm's. Outside of training, or inside another region, `forward` is simply
-/// called.
+/// updates running statistics, such as BatchNorm's. If `input` is not on an autodiff device, or inside another region,
+/// `forward` is simply called.
 ///
 /// Dropout draws the same numbers twice if each rank is a process. A region seeds Burn's generator with a seed drawn
 /// from it, and uses that seed again in backward. Then the generator continues with a new seed. Draws by other threads

@@ -119,14 +119,14 @@ impl UnitReduction {
         &self.group
     }
 
-    /// Returns the divisor of the sum over the [`group`](Self::group): the number of all ranks, or the policy's
-    /// [factors](crate::ShardPolicy::divide_factors). With hybrid sharding it also counts the replicas: each
-    /// contributes a share of its group's mean, and the engine adds up the results.
+    /// Returns the divisor of the sum over the [`group`](Self::group): the number of all ranks, including replicas, or
+    /// the product of the unit's [factors](crate::ShardPolicy::divide_factors). With hybrid sharding, the engine then
+    /// adds up the replicas' results.
     pub fn divisor(&self) -> f64 {
         self.divisor
     }
 
-    /// Returns the gradients of the unit's sharded parameters, in module order, except those that no rank has.
+    /// Returns the gradients to reduce, in module order. Gradients that no rank has are left out.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }

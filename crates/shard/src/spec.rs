@@ -39,7 +39,7 @@ pub(crate) struct UnitSpec {
     pub(crate) gradients: GradientOptions,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
-    /// True if `replicate` created it.
+    /// True if `replicate` created the unit.
     pub(crate) is_replica: bool,
 }
 

@@ -23,12 +23,13 @@ use crate::unmanaged;
 /// Equivalent to `GradientsParams::from_grads(loss.backward(), module)`, which also works, with two exceptions. Errors
 /// are returned as values, and a rank whose loss uses no unit still takes part in the other ranks' reductions.
 ///
-/// Until an optimizer's first step, the result has five additional small gradients for each sharded parameter. They
-/// belong to a matrix and its shards under separate ids ([`is_probe`](crate::is_probe)). They let that step detect an
-/// optimizer that computes with whole tensors, and fail with [`Error::WholeTensors`], which [`catch`](crate::catch)
-/// turns into a value. Groups by path are tried, but groups by ids are not, because probes have separate ids. Burn's
-/// `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and a warning reports
-/// that. [`check_elementwise`](crate::check_elementwise) tries all groups, including those by ids.
+/// Until an optimizer's first step, the result also has up to five small gradients for each trained parameter that
+/// optimizers see as a flat tensor. They belong to a matrix and its shards, under separate ids
+/// ([`is_probe`](crate::is_probe)). They let that step detect an optimizer that computes with whole tensors, and fail
+/// with [`Error::WholeTensors`], which [`catch`](crate::catch) turns into a value. Groups by path are tried, but groups
+/// by ids are not, because probes have separate ids. Burn's `GradientsAccumulator` and
+/// [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and a warning reports that.
+/// [`check_elementwise`](crate::check_elementwise) tries all groups, including those by ids.
 ///
 /// Collective.
 ///
@@ -37,6 +38,8 @@ use crate::unmanaged;
 /// - [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the policy. Burn's
 ///   own backward does not detect this.
 /// - [`Error::NoGraph`] for a loss without autodiff, or a module without a trained parameter.
+/// - [`Error::NotSharded`], [`Error::Consumed`], [`Error::SharedLeaf`], [`Error::Recomputed`], [`Error::Hook`] and
+///   [`Error::Audit`].
 /// - Errors of its collectives: another rank's failure, a timeout, mismatched operations.
 ///
 /// After an error, every unit is sharded and nothing is pending.
@@ -60,7 +63,7 @@ pub fn backward<M: Module, const D: usize>(
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Returns the gradients of `loss`, and of parameters that only other ranks used.
+/// Returns the gradients of `loss`, including gradients of parameters that only other ranks used.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,

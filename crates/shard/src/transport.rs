@@ -68,7 +68,7 @@ pub(crate) fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
     }
 }
 
-/// Shares elements on the host.
+/// Returns a source that shares data on the host.
 pub(crate) fn host(data: TensorData) -> Source {
     Source::new(HostBytes {
         data,

@@ -12,7 +12,8 @@ use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
 use crate::staging::Staging;
 
-/// The first stride: the number of graph levels between two uses of units. It exceeds the depth of a transformer block.
+/// The first stride: the number of graph levels between two successive uses of units. It exceeds the depth of a
+/// transformer block.
 const FIRST_STRIDE: usize = 64;
 /// The longest stride to try.
 const LONGEST_STRIDE: usize = 1 << 12;
@@ -139,7 +140,7 @@ impl Unit {
         *self.switches.factors.lock()
     }
 
-    /// Returns the reduction that combines the ranks' gradients: their mean, or the unit's factors.
+    /// Returns the reduction that combines the ranks' gradients: their mean, or their sum scaled by the unit's factors.
     pub(crate) fn averaging(&self) -> Reduction {
         let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
         averaging(self.groups.shard.size() * replicas, self.factors())

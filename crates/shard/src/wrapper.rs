@@ -27,7 +27,8 @@ use crate::state::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
-/// A fully sharded module, with this crate's functions as methods: the wrapper form of [`fully_shard`].
+/// A fully sharded module, with the most common functions of this crate as methods: the wrapper form of
+/// [`fully_shard`].
 ///
 /// It is a [`Module`] that adds nothing to parameter paths, and it dereferences to the module, so `model.forward(x)`
 /// and `model.blocks` still work. It may be a field of another module, which may also be wrapped: the outer one takes
@@ -233,7 +234,7 @@ impl<M: ModuleDisplay> ModuleDisplayDefault for FullyShardedDataParallel<M> {
 
 impl<M: ModuleDisplay> ModuleDisplay for FullyShardedDataParallel<M> {}
 
-/// Prints the configuration: ranks, strategy, element types, and the table of units.
+/// Prints the ranks, the policy's main settings, the element types, and the table of units.
 impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let members = inspect::members(&self.module);

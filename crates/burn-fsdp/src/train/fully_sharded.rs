@@ -37,10 +37,11 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// Each rank takes a contiguous part of the loaders' items, as in Burn's distributed training, so a step covers one
 /// batch per rank. If the items do not divide evenly, the ranks that run out process a batch again, and its rows do not
-/// count. Gradients are averaged by the number of items that the loaders have read for them. A step is then the mean
-/// over its items, if the loss is the mean over its batch. (A custom batch strategy that holds items back is counted by
-/// the items it reads, not by those it returns.) Validation is also divided, and every item is counted once. A metric
-/// that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every rank.
+/// count. Gradients are weighted by the number of items that the loaders have read for them. A step's gradient is then
+/// the mean over the step's items, if the loss is the mean over its batch. (A custom batch strategy that holds items
+/// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
+/// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every
+/// rank.
 ///
 /// # Differences
 ///
@@ -54,15 +55,15 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
-/// - Custom checkpointers that read tensors of records keep these in memory, because tensors are read on demand.
+/// - Tensors of records are read on demand. A custom checkpointer that reads them keeps them in memory.
 /// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
 ///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
 ///
 /// # Memory
 ///
-/// No process holds the whole model: a rank has its shards of parameters, gradients and optimizer state, and the memory
-/// that the eager engine needs while it uses them. If Burn has not initialized the parameters of a model yet (as
-/// `LinearConfig::init` returns them), they are initialized one at a time on rank 0, and divided. If a model is
+/// No process holds the whole model: a rank holds its shards of parameters, gradients and optimizer state, and the full
+/// weights that the eager engine gathers while it uses them. If Burn has not initialized the parameters of a model yet
+/// (as `LinearConfig::init` returns them), they are initialized one at a time on rank 0, and divided. If a model is
 /// initialized, its values are freed as they are divided, unless the program has a clone of it. Checkpoints are Burn's
 /// own files of the whole model and optimizer. Rank 0 gathers them tensor by tensor into files of a
 /// [scratch](Self::scratch) folder, from which Burn's checkpointers write. It also reads and divides them tensor by
@@ -71,7 +72,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 ///
 /// [`launch`](Self::launch) and [`launch_among_processes`](Self::launch_among_processes) return the whole model: the
 /// ranks that get it hold all of it when the training ends. [`launch_sharded`](Self::launch_sharded) passes each rank's
-/// shards to your function instead, and never holds more.
+/// shards to your function instead, so no rank ever holds more.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -202,7 +203,7 @@ impl FullySharded {
 
     /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from its
     /// values, or from the checkpoint that `training` names. Returns the result of Burn's loop with the whole model,
-    /// which rank 0 assembles at the end. For models that do not fit there, use
+    /// which rank 0 assembles at the end. For models that do not fit on one rank, use
     /// [`launch_sharded`](Self::launch_sharded).
     ///
     /// Call it once in the program: it starts the ranks, and returns when they have ended.
@@ -228,9 +229,9 @@ impl FullySharded {
     /// returning the whole model. For example, `end` can [save](crate::save()) it, generate from it, or do nothing.
     /// Returns the ranks' results, in rank order.
     ///
-    /// `end` gets the ranks of the training, with one shard axis, the model, and the optimizer with the state of the
-    /// rank's shards. The model is in training mode and has the whole model's type. All ranks call `end` at the same
-    /// point, so it may call collective functions.
+    /// `end` receives the process group over which the model is sharded, the model, and the optimizer with the state of
+    /// the rank's shards. The model is in training mode and has the type of the whole model. All ranks call `end` at
+    /// the same point, so it may call collective functions.
     ///
     /// # Errors
     ///
@@ -292,7 +293,7 @@ impl FullySharded {
     ///
     /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
     /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {
-    /// // As many ranks as `mpirun` has started processes, or two threads where it has started one.
+    /// // A rank for each process that `mpirun` has started, or two threads if it has not started several.
     /// let ranks = LaunchConfig::new(launcher_ranks().unwrap_or(2));
     /// let result = FullySharded::new(ranks).launch_among_processes(training, model, optimizer, 1e-2)?;
     /// # Ok(())
@@ -416,7 +417,7 @@ impl FullySharded {
         let strategy = Strategy::new(self.0.clone(), process, ending, left.clone());
         let training = match is_silent {
             false => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
-            // Only rank 0 uses files and the terminal.
+            // Only rank 0 writes logs and renders.
             true => training
                 .with_application_logger(None)
                 .with_metric_logger(InMemoryMetricLogger::default())

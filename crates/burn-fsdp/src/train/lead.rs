@@ -15,7 +15,7 @@ use crate::train::scratch::Scratch;
 
 type Processor<M> = SupervisedTrainingEventProcessor<Lent<M>>;
 
-/// Rank 0's parts of Burn's loop, in addition to its own part of the training.
+/// The parts of Burn's loop that only rank 0 runs.
 pub(crate) struct Lead<M: LearnerModel> {
     pub(crate) processor: Arc<Mutex<Option<Processor<M>>>>,
     pub(crate) outputs: Arc<Outputs<M>>,
@@ -88,7 +88,8 @@ impl<M: LearnerModel> Lead<M> {
         };
         checkpointer.checkpoint(learner, epoch, &self.store);
         if Lent::is_recorded(learner) {
-            // Each thread takes a record after it has written the previous one.
+            // Each thread takes a record after it has written the previous one, so the previous files are no longer
+            // needed.
             self.staged = Some(staged);
         }
     }

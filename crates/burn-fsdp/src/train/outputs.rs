@@ -77,7 +77,8 @@ impl<O> Channel<O> {
         }
     }
 
-    /// Stores the output of a step of `rank`, which must reach rank 0 before that rank's next step.
+    /// Stores the output of a step of `rank`. If ranks are processes, it must be sent to rank 0 before the next output
+    /// is stored.
     pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
         match self.codec {
             Some(codec) if rank > 0 => {
@@ -95,7 +96,7 @@ impl<O> Channel<O> {
     }
 
     /// Sends the waiting outputs of other processes to rank 0, which decodes them on `device` with the learning rates
-    /// `rates`. `waiting` has the number of bytes in each process.
+    /// `rates`. `waiting` has the number of waiting bytes of each process.
     ///
     /// Collective: one operation, or none if nothing waits, as with threads.
     pub(crate) fn bring(

@@ -369,7 +369,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Stops this rank's loop because its own loader failed, or because of another rank's reason.
+    /// Stops this rank's loop because rank `rank` stops. `failure` is the failure of this rank's own loader, if any.
     fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);

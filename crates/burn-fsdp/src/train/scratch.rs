@@ -10,8 +10,9 @@ use tempfile::TempDir;
 
 use crate::error::Error;
 
-/// The maximum file size that Burn's record readers accept, and the maximum size of a tensor in one.
+/// The largest file that Burn's record readers accept.
 const MAX_FILE_BYTES: u64 = 100 << 30;
+/// The largest tensor in a file that Burn's record readers accept.
 const MAX_TENSOR_BYTES: u64 = 10 << 30;
 
 /// A temporary folder, removed on drop.

@@ -16,7 +16,7 @@ use crate::train::whole_state::filed;
 pub(crate) struct Staged {
     /// The record of the model.
     pub(crate) record: ModuleRecord,
-    /// An optimizer that returns its state when it is recorded.
+    /// An optimizer that can only be recorded; its record is the whole state.
     pub(crate) optimizer: ModuleOptimizer,
     /// The files with the tensors of both.
     pub(crate) files: Scratch,

@@ -36,7 +36,7 @@ impl Stop {
         failed.or(stops.first()).cloned()
     }
 
-    /// Tells the interrupter of another process that `rank` stops.
+    /// Tells this process's interrupter that rank `rank` stops.
     pub(crate) fn tell(self, rank: usize, interrupter: &Interrupter) {
         match self {
             Self::Failed(message) if interrupter.error().is_none() => {

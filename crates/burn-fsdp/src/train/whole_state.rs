@@ -100,7 +100,7 @@ pub(crate) fn divided<M: Module>(
     let written = writer.write_to_file_in_place(&path);
     written.map_err(optimizer_error)?;
     let optimizer = with_state_of_file(bare, &path)?;
-    // Recording a state reads it from the file.
+    // Recording a state reads it from the file, which is removed on return.
     for Sharded { id, .. } in &sharded {
         drop(only(&optimizer, [*id]).to_record());
     }
@@ -244,8 +244,9 @@ fn received(
     Ok(own.map_or_else(Source::empty, Source::new))
 }
 
-/// Adds the whole state of a sharded optimizer to a file on rank 0, and returns its place in the file on that rank. The
-/// state is keyed by the parameters' ids in the model's record, for programs that load both.
+/// Adds the whole state of a sharded optimizer to a file on rank 0. Returns the state there, to be read from the file,
+/// and `None` on the other ranks. The state is keyed by the parameters' ids in the model's record, for programs that
+/// load both.
 ///
 /// Collective: rank 0 has a file, and the others none.
 pub(crate) fn filed<M: Module>(

@@ -136,8 +136,8 @@ impl Auditor {
         numbers.flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Records the messages of all ranks, in rank order. They replace those of earlier exchanges, which did not end
-    /// backward.
+    /// Records the messages of all ranks, in rank order. They replace the messages of earlier exchanges, which did not
+    /// end backward.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
         let parameters = self.open.len();
         let decode = |(rank, bytes): (usize, &[u8])| {
@@ -163,7 +163,7 @@ impl Auditor {
     }
 
     /// Returns the first fault of this step, if any. `groups_of` returns the named groups of ranks over which a
-    /// parameter's gradient is summed.
+    /// parameter's gradient is summed, and `wanted` what to expect of it.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,

@@ -9,7 +9,7 @@ use super::Tag;
 
 /// The largest factor to search for between the expected and the actual gradient.
 const LARGEST_FACTOR: u64 = 4_096;
-/// Maximum number of gradients of one rank to search one by one.
+/// Maximum number of one rank's gradients to search one by one, in the sum and among those of earlier steps.
 const MOST_NUMBERS: u64 = 256;
 
 /// A sum of gradients of one parameter over ranks and backwards.
@@ -148,7 +148,7 @@ impl Finding {
         if let Some(parts) = (2..=LARGEST_FACTOR).find(part) {
             return Self::Part(parts);
         }
-        // A single rank is left out here: the message then names the ranks whose gradients are missing.
+        // Groups of one rank are skipped, so the message names the ranks whose gradients are missing.
         for (group, ranks) in groups.iter().filter(|(_, ranks)| ranks.len() > 1) {
             let over = sum.over(ranks.iter().copied()).times(scale);
             let most = sum.of_ranks.len() as u64;

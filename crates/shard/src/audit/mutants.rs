@@ -297,7 +297,7 @@ const ALL: [Wrong; 11] = [
     Wrong::OldGradient,
 ];
 
-/// Changes one event at random, unless there is no event of the kind or the change would not affect a sum.
+/// Returns `events` with a random error of this kind; `None` if none fits, or it would not affect a sum.
 fn mutated(
     layout: &Layout,
     events: &[Event],
@@ -442,8 +442,8 @@ fn every_mutant_is_refused_and_most_are_named() {
     );
 }
 
-/// Checks that a finding describes the error. Some errors have two correct descriptions: a sum over only one group
-/// lacks the other ranks.
+/// Checks that a finding describes the error. Several findings may be correct for one error: for example, if a sum
+/// covers only one group, it also lacks the other ranks. For [`Wrong::OtherGroup`], any finding is accepted.
 fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
     use Finding::{
         Also, Lacks, LacksRank, Nothing, OfParameter, OnlyOver, Part, RankTwice, Times, Uncalled,

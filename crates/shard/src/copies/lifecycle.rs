@@ -37,7 +37,7 @@ pub(crate) struct Full {
 pub(crate) enum Gather {
     /// No communication: the shard is the whole parameter.
     Own,
-    /// A gather of shards, in the form in which they are sent.
+    /// A gather of shards, which are packed if the policy gathers in 8 bits.
     Shards(Pending<Received>),
     /// A gather of pieces of the full parameters, among neighbours.
     Pieces(Pending<Received>),

@@ -31,8 +31,7 @@ pub struct Memory {
     pub unsharded_peak: usize,
     /// Full gradients left on this rank by steps without reduction; included in `unsharded_live`.
     pub unreduced: usize,
-    /// Unused memory kept for later operations, to avoid system allocations. It was once part of the peak; [`trim`]
-    /// frees it.
+    /// Unused memory kept for later operations, to avoid system allocations; [`trim`] frees it.
     pub pooled: usize,
     /// Copies between the host and the computing device in forward and backward, since the module was sharded.
     pub staged: Staged,
@@ -103,7 +102,7 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Returns a reader for the sharded `module`, which remains valid for its later versions.
+    /// Returns a reader for the sharded `module` that remains valid for later versions of the module.
     ///
     /// # Errors
     ///

@@ -26,6 +26,7 @@ impl std::fmt::Display for Order {
 }
 
 /// Returns the number of backwards of a sharded module whose [audit](crate::ShardPolicy::audit) completed and passed.
+/// If only children of the module were sharded, the first one counts.
 ///
 /// # Errors
 ///
@@ -34,7 +35,8 @@ pub fn num_audited<M: Module>(module: &M) -> Result<u64, Error> {
     Ok(inspect::root_of(module)?.num_audited())
 }
 
-/// Returns the order of gathers and reductions recorded in the last complete step; empty before the first.
+/// Returns the order of gathers and reductions recorded in the last complete step; empty before the first. If only
+/// children of the module were sharded, it is the order of the first one.
 ///
 /// # Errors
 ///

@@ -18,7 +18,7 @@ pub struct UnitPlan {
     pub name: String,
     /// Number of parameters (elements) of the whole unit.
     pub num_params: usize,
-    /// Bytes of the unit's full parameters while it is unsharded.
+    /// Bytes of the full parameters that a gather of the unit creates.
     pub unsharded: usize,
     /// Parameter bytes that this rank holds between steps.
     pub held: usize,
@@ -30,9 +30,9 @@ pub struct UnitPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrapPlan {
-    /// Number of ranks that share the parameters.
+    /// Number of ranks that train the module together.
     pub world_size: usize,
-    /// The units, the root first.
+    /// The units, the root first if it has parameters.
     pub units: Vec<UnitPlan>,
     /// Number of units gathered ahead of their use.
     pub prefetch: usize,
@@ -69,7 +69,8 @@ impl WrapPlan {
     }
 }
 
-/// Returns the plan of a sharded module, as seen from this rank.
+/// Returns the plan of a sharded module, as seen from this rank. If only children of the module were sharded, it is the
+/// plan of the first one.
 ///
 /// # Errors
 ///

@@ -17,7 +17,7 @@ use crate::unit::Unit;
 /// A handle to one unit of a sharded module, in this copy of the module.
 ///
 /// Switches take effect from the next step. All ranks must switch in the same way; ranks whose operations differ
-/// because of a switch get `Error::Mismatch` from the next operation.
+/// because of a switch get [`Mismatch`](burn_fsdp_collectives::Error::Mismatch) from the next operation.
 #[derive(Clone)]
 pub struct UnitHandle {
     unit: Arc<Unit>,

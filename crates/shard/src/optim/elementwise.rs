@@ -19,7 +19,7 @@ const NUM_STEPS: usize = 3;
 #[derive(Debug, Clone, Copy)]
 enum Gradients {
     Small,
-    /// A value that exceeds any clipping threshold but has a finite square, if the type has such a value.
+    /// A value that exceeds any sensible clipping threshold but has a finite square, if the type has such a value.
     Large,
     /// Large values in the first half of the matrix, small ones in the second.
     Halves,
@@ -51,8 +51,8 @@ impl Gradients {
 /// The first step with gradients from [`backward`](crate::backward) tries the optimizer on each parameter
 /// automatically, but cannot see groups by ids. Call this function for an optimizer with groups by ids, and for a
 /// second optimizer of the same parameters. Also call it if the loop calls Burn's own backward or accumulates
-/// gradients, because a step then looks like any other map. Checkpoints and the file-backed optimizer of `burn-fsdp`
-/// call it themselves.
+/// gradients, because the first step then cannot try the optimizer and only warns. Checkpoints and the file-backed
+/// optimizer of `burn-fsdp` call it themselves.
 ///
 /// Not collective: all ranks get the same result. It costs a few small steps for each parameter; call it once, before
 /// training.
@@ -83,8 +83,8 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     Ok(())
 }
 
-/// Runs [`check_elementwise`] only on the first call with this module or a later version of it. Functions that take
-/// both a module and an optimizer, such as those for checkpoints, call it.
+/// Runs [`check_elementwise`], unless an earlier call of this function has passed for this module or an earlier version
+/// of it. Functions that take both a module and an optimizer, such as those for checkpoints, call it.
 ///
 /// # Errors
 ///
@@ -110,8 +110,8 @@ pub fn check_elementwise_once<M: Module>(
 /// the path and id of each parameter, and ranks compare the bits. The learning rate is an argument of each step, and is
 /// not compared.
 ///
-/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. If ranks are
-/// threads of one program, their optimizers cannot differ.
+/// Collective over all ranks of the module, between steps: one exchange, with 8 bytes for each trainable parameter. If
+/// ranks are threads of one program, their optimizers cannot differ.
 ///
 /// # Errors
 ///

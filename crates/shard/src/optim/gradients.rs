@@ -146,7 +146,8 @@ pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) 
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct UnitGradients {
-    /// Path of the unit's module, `root` for the outermost; empty for parameters that no unit manages.
+    /// Name of the unit, as in [`UnitHandle::name`](crate::UnitHandle::name); empty for parameters that no unit
+    /// manages.
     pub unit: String,
     /// The gradients of the unit's parameters.
     pub gradients: GradientsParams,

@@ -1,4 +1,4 @@
-//! Processes gradients between backward and the optimizer.
+//! Gradients between backward and the optimizer, and optimizers of sharded parameters.
 //!
 //! - `gradients`: the gradients, and the ranks that hold each. `clip`: their norm. `scaler`: loss scaling.
 //! - `elementwise`: the check that an optimizer works on shards. `sealed`: an optimizer whose states are checked for

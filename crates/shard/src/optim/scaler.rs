@@ -52,8 +52,8 @@ impl LossScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] unless the initial scale is positive, finite and normal in 32 bits, the growth factor above 1,
-    /// the backoff factor between 0 and 1, and the interval above 0.
+    /// [`Error::Option`] unless the initial scale is positive, finite and normal in 32 bits, the growth factor finite
+    /// and above 1, the backoff factor between 0 and 1, and the interval above 0.
     pub fn new(scaling: LossScaling) -> Result<Self, Error> {
         match scaling.fault() {
             Some(ScalingFault {

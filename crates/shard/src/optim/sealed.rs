@@ -14,8 +14,9 @@ use crate::transport;
 
 /// A Burn optimizer that seals its states of sharded parameters. If ranks compare bytes
 /// ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)), each step checks that the states still have the
-/// bytes it wrote; otherwise it only steps the inner optimizer. A state that has changed ends the step with
-/// [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) turns into a value.
+/// bytes that the previous step wrote; otherwise it only steps the inner optimizer. A state that has changed ends the
+/// step with [`AlteredAtRest`](burn_fsdp_collectives::Error::AlteredAtRest), which [`catch`](crate::catch) turns into a
+/// value.
 ///
 /// Records contain only the inner optimizer's state. States are sealed from the first step that writes them, so a state
 /// loaded from a record is not sealed until its first step. States on devices with their own memory are never sealed.

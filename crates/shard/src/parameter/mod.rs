@@ -69,7 +69,7 @@ impl Reparameterization for Attached {
     }
 }
 
-/// A tied field has no value to map or move.
+/// Forwards to the sharded parameter; a tied field has no value to map or move.
 impl Module for Attached {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

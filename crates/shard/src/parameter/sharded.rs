@@ -24,9 +24,9 @@ const ADAPTER: &str = "LoraAdapter";
 
 /// The value of one parameter on this rank: its shard, or the whole value if it is kept whole.
 ///
-/// Optimizers and gradients see a shard as a one-dimensional parameter, and a whole parameter in its own shape. They
-/// see it under the path and id of the parameter that it represents. The parameter itself is a stand-in that has the
-/// full shape but no memory.
+/// For optimizers and gradients, a shard is a one-dimensional parameter, and a whole parameter has its own shape. They
+/// use the path and id that the parameter had before sharding. The module's field has a stand-in, with the full shape
+/// and the memory of one element.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Shown,

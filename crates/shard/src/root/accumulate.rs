@@ -122,7 +122,7 @@ impl Accumulation {
     }
 
     /// Returns true if gradients of a unit wait for a reduction in this backward. Gradients that wait in the shards
-    /// count only if `is_last`.
+    /// count only if `is_last` and the unit may deliver reduced gradients.
     pub(super) fn wait_for(&self, unit: &Unit, is_last: bool) -> bool {
         let index = unit.position();
         let is_due = is_last && unit.crosses() && self.partial.contains_key(&index);

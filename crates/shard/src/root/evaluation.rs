@@ -21,8 +21,8 @@ const FAILED: u32 = u32::MAX - 1;
 /// A unit of the evaluated module, with its root.
 pub(crate) type Evaluable = (Arc<Root>, Arc<Generation>);
 
-/// Returns true if both are equal values of one unit. Pointers are not enough: values from several generations are
-/// combined anew for each request.
+/// Returns true if both are equal values of one unit. Comparing pointers is not enough, because values from several
+/// generations may be combined anew for each request.
 pub(crate) fn are_equal(one: &Generation, other: &Generation) -> bool {
     Arc::ptr_eq(&one.unit, &other.unit) && one.version() == other.version()
 }
@@ -131,7 +131,7 @@ impl Evaluated {
 
     /// Takes part in the other ranks' gathers until the unit at `own` is next, or until all ranks are done.
     ///
-    /// In each round every rank reports the unit that it needs, and all gather the first of these in module order.
+    /// In each round every rank reports the unit that it needs, and all gather the first reported unit in module order.
     /// Ranks that are behind catch up, so ranks on the same route gather each unit together.
     fn join_until(&self, own: u32) -> Result<(), Error> {
         loop {

@@ -158,7 +158,8 @@ impl Progress {
         routes.map_or(Ok(()), |routes| routes.meet(generation))
     }
 
-    /// Rejects training during an evaluation with different routes, because those gathers have no common order.
+    /// Rejects training during an evaluation with different routes, because the evaluation's gathers have no recorded
+    /// order.
     fn expect_no_evaluation(&self, generation: &Generation) -> Result<(), Error> {
         match &self.routes {
             None => Ok(()),

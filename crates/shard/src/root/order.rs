@@ -28,7 +28,7 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// Releases the gathered parameters, or cancels the gather.
+    /// Cancels the gather, if it is still in progress.
     pub(super) fn discard(self) {
         if !self.is_joined && !self.generation.life.is_unsharded() {
             self.generation.life.drop_full();

@@ -121,8 +121,8 @@ impl Use {
 }
 
 impl Uses {
-    /// If a later use in the same pass is still open when `use_id` is gathered again, increases the depth of the first
-    /// such use's unit. That unit gets its gradients too late, because its token was not deep enough.
+    /// If a later use in the same pass is still open when `use_id` is gathered again, lengthens the stride of the unit
+    /// of the first such use. That unit gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

@@ -433,7 +433,7 @@ fn added(
     }))
 }
 
-/// Reports the checksums of a unit's values that this rank wrote to the ranks that hold the same values.
+/// Reports the checksums of a unit's values, as this rank wrote them, to the ranks that hold the same values.
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {
@@ -447,7 +447,7 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     }
 }
 
-/// Reports the checksums of the values that this rank wrote in parameters kept whole to all ranks.
+/// Reports the checksums of parameters kept whole, as this rank wrote them, to all ranks.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);

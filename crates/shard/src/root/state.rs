@@ -36,7 +36,7 @@ pub(crate) struct Root {
     /// The memory of reduced gradients, which belong to the shards.
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
-    /// A number that is equal on all ranks and different for each module, to distinguish their operations.
+    /// A number that is equal on all ranks and different for each module, to distinguish the modules' operations.
     pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,
@@ -357,8 +357,8 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            // Here and below, errors are ignored: an error has already ended the failure domain, and the next operation
-            // reports it.
+            // Here and below, errors are ignored: the process group has already failed, and the next operation reports
+            // that.
             last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
@@ -421,7 +421,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Throws an error if this thread is inside a gradient hook.
+/// Throws an error if this thread is inside a hook of the policy.
 fn refuse_in_hook() {
     if GradientHook::is_running() {
         throw(misplaced(

@@ -22,8 +22,7 @@ pub(crate) use operation::Operation;
 
 /// Number of consecutive unneeded steps after which an operation is dropped from the order.
 const IDLE_LIMIT: u32 = 32;
-/// Maximum number of gathers of a unit that the order keeps although no backward follows, such as those of a teacher
-/// model.
+/// Maximum number of gathers of a unit that the order keeps although no backward follows, as for a teacher model.
 const ABANDONED_LIMIT: usize = 1;
 
 /// Marks an operation that this rank asked for.
@@ -108,7 +107,7 @@ pub(crate) struct Schedule {
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Number of consecutive steps in which no rank asked for the operation, or it was abandoned.
+    /// Number of consecutive steps in which no rank asked for the operation, or in which it was abandoned.
     idle: u32,
     /// True if any rank requested the operation in the last step.
     used: bool,

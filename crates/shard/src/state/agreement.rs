@@ -16,10 +16,10 @@ use crate::transport;
 /// The tensors that [`check_agreement`] compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Agreement {
-    /// Only parameters.
+    /// All tensors except running states.
     #[default]
     Parameters,
-    /// Parameters and running states. Running states differ after training on different batches, until
+    /// All tensors. Running states differ after training on different batches, until
     /// [`sync_buffers`](crate::sync_buffers).
     ParametersAndBuffers,
 }
@@ -31,12 +31,11 @@ pub enum Agreement {
 /// whenever a difference is suspected. [`fully_shard`](crate::fully_shard) gives all ranks rank 0's values of the
 /// parameters that it shards. Each rank sets its other tensors itself.
 ///
-/// Collective over all ranks of the module, between steps: one exchange of 16 bytes for each
-/// parameter.
+/// Collective over all ranks of the module, between steps: one exchange, with 16 bytes for each tensor.
 ///
 /// # Errors
 ///
-/// [`Error::Disagreement`] on all ranks, with the first parameter that differs and two ranks that differ;
+/// [`Error::Disagreement`] on all ranks, with the first tensor that differs and two ranks that differ;
 /// [`Error::NotSharded`]; a failed collective.
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();

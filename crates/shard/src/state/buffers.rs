@@ -82,7 +82,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 ///
 /// # Errors
 ///
-/// As [`fully_shard`](crate::fully_shard), for a module that it cannot visit.
+/// [`Error::Backend`], [`Error::Unreached`] and [`Error::SamePath`], as in [`fully_shard`](crate::fully_shard).
 pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);

@@ -29,8 +29,8 @@ pub enum WriteBack {
 /// either with shards taken from the result of `body` or unchanged.
 ///
 /// The copy equals [`Module::valid`] of the unsharded module: same type, same paths, values in their stored precision,
-/// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. Its forward
-/// communicates nothing, so ranks may use it differently. With [`WriteBack::Keep`] all ranks must return the same
+/// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. The copy's forward
+/// communicates nothing, so ranks may use the copy differently. With [`WriteBack::Keep`] all ranks must return the same
 /// values; otherwise shards of different modules would be combined. Parameters that no unit manages and running states
 /// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
 /// merged into the weights of the copy, so it cannot be written back.
@@ -42,7 +42,8 @@ pub enum WriteBack {
 /// # Errors
 ///
 /// [`Error::NotSharded`]; [`Error::Option`] for adapters that would be written back; [`Error::Returned`] if the result
-/// of `body` has other parameters or shapes than the module; a failed collective.
+/// of `body` has other parameters or shapes than the module; [`Error::Tied`] if it has different values for fields that
+/// share a parameter; a failed collective.
 pub fn summon_full_params<M: Module>(
     module: M,
     write_back: WriteBack,
@@ -110,7 +111,7 @@ struct Fill {
     /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
     tied: HashSet<Key>,
-    /// The whole values of these parameters.
+    /// The whole values of the parameters in `tied` that have been gathered.
     shared: HashMap<Key, Tensor<1>>,
 }
 
@@ -345,7 +346,7 @@ pub struct FullTensor<'a> {
 /// [`sync_buffers`](crate::sync_buffers) first to average them over the ranks.
 ///
 /// Only rank 0 of each shard group holds whole parameters, at most one at a time. The other ranks only send, and
-/// `visit` is not called on them. It cannot stop early, because the other ranks would not know.
+/// `visit` is not called on them. `visit` cannot stop early, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

@@ -33,8 +33,8 @@ pub struct LocalTensor {
     pub part: LocalPart,
     /// For a factor of a [LoRA adapter](crate::ShardPolicy::lora): the scale of the factors' product, alpha / rank.
     pub adapter_scale: Option<f64>,
-    /// The elements that this rank holds, in row-major order and native byte order. They are read in place; later
-    /// changes to the module do not affect them.
+    /// The elements that this rank holds, in row-major order and native byte order. On the CPU backend they are read in
+    /// place. Later changes to the module do not affect them.
     pub elements: Source,
 }
 
@@ -56,8 +56,8 @@ pub enum LocalPart {
     Own,
 }
 
-/// Returns the tensors of a sharded module, in module order, with this rank's part of each. Nothing is copied or
-/// communicated. A shared parameter appears once, under the path of its first field.
+/// Returns the tensors of a sharded module, in module order, with this rank's part of each. Nothing is communicated,
+/// and on the CPU backend nothing is copied. A shared parameter appears once, under the path of its first field.
 ///
 /// Each rank returns its own running states; call [`sync_buffers`](crate::sync_buffers) first to make them equal.
 ///

@@ -30,7 +30,7 @@ pub struct RecordedTensor {
 /// module order. Running states are rank 0's.
 ///
 /// Rank 0 holds one whole tensor at a time, or two if the parameter is recorded in a different form. The other ranks
-/// only send; `visit` is not called on them. It cannot stop early, because they would not know.
+/// only send; `visit` is not called on them. `visit` cannot stop early, because the other ranks would not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///

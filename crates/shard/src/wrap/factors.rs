@@ -15,8 +15,8 @@ use crate::survey::Found;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if `lora` adapts no parameter, or if the factors would have rank 0, an unreasonable size, or a
-/// different type than the parameters that they adapt.
+/// [`Error::Option`] if `lora` adapts no parameter, has rank 0, an infinite or NaN alpha or an invalid `init_std`, or
+/// sets another type than that of a parameter that it adapts.
 pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
     check(lora)?;
     let mut all = Vec::with_capacity(parameters.len());

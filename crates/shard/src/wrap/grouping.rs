@@ -203,7 +203,8 @@ impl Grouping {
     ///
     /// # Errors
     ///
-    /// [`Error::ElementType`]; [`Error::Option`] for a host that is not the CPU backend.
+    /// [`Error::ElementType`]; [`Error::UnmatchedPattern`]; [`Error::Mesh`]; [`Error::Option`] for a host that is not
+    /// the CPU backend, for types that cannot be reduced, and for a parameter with too many dims for an owner.
     pub(crate) fn units(
         &self,
         groups: &Groups,

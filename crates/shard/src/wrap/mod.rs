@@ -53,8 +53,8 @@ use ties::Ties;
 /// initialized only on rank 0, one at a time in module order.
 ///
 /// Burn's random numbers come from one generator for all threads of the process. For reproducible initial values, seed
-/// the device only on rank 0, directly before this call, and draw nothing on other ranks meanwhile; `device.seed` on
-/// every rank would restart the sequence in the middle. If ranks are threads, dropout is not reproducible at all.
+/// the device on rank 0, directly before this call. If ranks are threads, the other ranks must neither seed it nor draw
+/// from it meanwhile, and dropout is not reproducible at all.
 ///
 /// Each shard has the id of its parameter, so existing groups by ids still match; see [`param_id`](crate::param_id).
 ///
@@ -71,8 +71,9 @@ use ties::Ties;
 ///
 /// # Errors
 ///
-/// A pattern that matches no module, parameters that cannot be sharded or reached, [`Error::Tied`] for fields with one
-/// id that cannot share a parameter, a child in the middle of a step, or a failed collective.
+/// A pattern that matches nothing, an axis that the mesh lacks, an invalid option, parameters that cannot be sharded or
+/// reached, [`Error::Tied`] for fields with one id that cannot share a parameter, a child in the middle of a step, or a
+/// failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &impl AsMesh,

@@ -17,7 +17,8 @@ use crate::inspect;
 use crate::path::{self, Location};
 use crate::survey::{Survey, survey};
 
-/// Returns the module with running states that belong only to this rank, unless it already has such states.
+/// Returns the module with running states that no other rank shares. They are new only if another rank has clones of
+/// the old ones.
 ///
 /// Collective over the ranks of `group`: one exchange of the ids of running states, if there are any.
 pub(crate) fn separate<M: Module>(
@@ -45,7 +46,7 @@ pub(crate) fn separate<M: Module>(
     }
 }
 
-/// Returns a module with its own running states, if it has any.
+/// Returns the module with new running states, which no clone of it shares.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     let survey = survey(&module)?;
     match survey.buffers.is_empty() {

@@ -45,11 +45,11 @@ pub(super) struct Sharder<'a> {
     read: Option<Read<'a>>,
     /// The fields that share a parameter with an earlier one.
     ties: Ties,
-    /// The parameters that later fields share, by path.
+    /// The parameters that later fields may share, by path.
     firsts: HashMap<String, First>,
 }
 
-/// A shared parameter, as seen from its first field.
+/// A sharded parameter, which later fields may share.
 struct First {
     generation: Arc<Generation>,
     slot: usize,
