@@ -1,8 +1,8 @@
-//! Detects the encoding of a file by its first bytes, with UTF-8 as the default.
+//! Distinguishes text from other files, and converts text with a byte order mark to UTF-8.
 
 use crate::remark::Remark;
 
-/// Number of bytes at the start of a file that distinguish text from other files.
+/// Number of bytes at the start of a file that are examined to distinguish text from other files.
 pub(crate) const HEAD_BYTES: usize = 8 << 10;
 
 /// Text has at least this many bytes per control character.

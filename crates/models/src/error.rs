@@ -23,7 +23,7 @@ pub enum ModelError {
         name: &'static str,
     },
 
-    /// A number other than a size is not meaningful.
+    /// A setting other than a size is out of range.
     #[error(
         "{name} is {found}; use positive, finite numbers, with the low factor below the high one"
     )]
@@ -60,11 +60,11 @@ pub enum ModelError {
         "a head has {head_dim} elements, which is odd; choose a dim that gives each head an even number"
     )]
     OddHeadDim {
-        /// Number of elements of a head: `dim / heads`.
+        /// Number of elements of a head that are rotated.
         head_dim: usize,
     },
 
-    /// The sizes are so large that the parameters cannot be counted.
+    /// The number of parameters overflows, or there are more than 65536 layers.
     #[error(
         "the model has more parameters than fit in a usize, or more than 65536 layers; choose smaller sizes"
     )]

@@ -39,7 +39,7 @@ pub struct Gpt2Config {
 /// computes it without dropout. It has learned positions, pre-LN blocks, the `tanh` approximation of GELU, and a head
 /// that is tied to the embedding.
 ///
-/// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and the names of the usual PyTorch program.
+/// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and parameter names that follow its fields.
 ///
 /// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]

@@ -1,4 +1,4 @@
-//! Configurations that are known by their number of parameters.
+//! Configurations that are named by their approximate number of parameters.
 
 use crate::{GptConfig, LlamaConfig, LlamaVariant};
 

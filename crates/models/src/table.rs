@@ -1,6 +1,6 @@
 //! The parameters of each model, with their names here and in files for other programs.
 //!
-//! Only this table knows both names. All code that reads or writes such files uses it.
+//! Only this table contains both names. All code that reads or writes such files uses it.
 
 use crate::{Gpt, Gpt2, Gpt2Config, GptConfig};
 
@@ -32,7 +32,8 @@ impl ParameterSpec {
 impl GptConfig {
     /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes match the usual PyTorch program, whose modules are named like the fields of [`Gpt`].
+    /// Names and shapes are those of a PyTorch model whose modules are named like the fields of [`Gpt`], such as
+    /// `blocks.0.ln1.weight`.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, wide) = (self.dim, 4 * self.dim);
