@@ -90,7 +90,7 @@ pub(crate) struct GenerateArgs {
     /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Maximum time that a rank waits for the others in one operation
+    /// Maximum time that a rank waits for the others in one collective operation
     #[arg(
         long,
         value_name = "SECONDS",

@@ -102,7 +102,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
 }
 
-/// An input error that a rank of this process met.
+/// An input error that a rank of this process found.
 static INPUT_PROBLEM: OnceLock<String> = OnceLock::new();
 
 /// The initial state of this process's ranks.
