@@ -161,8 +161,8 @@ fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> 
     total(mesh.world(), sum)
 }
 
-/// Returns the same checksum for the weights of a compiled step. Each weight is divided into flat shards, or whole on
-/// each rank. Collective.
+/// Returns the same checksum for the weights of a compiled step. Each weight is either divided into flat shards, or
+/// whole on each rank. Collective.
 fn checksum_compiled<B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     mesh: &ProcessMesh,

@@ -50,7 +50,7 @@ use crate::error::Failure;
 use crate::steps::{consolidate, generate, inspect};
 use crate::train::TrainConfig;
 
-/// Counts bytes for memory tests.
+/// Counts heap bytes for memory tests.
 #[cfg(test)]
 #[global_allocator]
 static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;

@@ -159,7 +159,8 @@ fn is_utf8(text: &[u8], is_cut: bool) -> bool {
     }
 }
 
-/// Returns true if control characters are more frequent than in text. In compressed data, every tenth byte is one.
+/// Returns true if control characters are more frequent than in text. In compressed data, about every tenth byte is a
+/// control character.
 fn is_full_of_controls(bytes: &[u8]) -> bool {
     // Text contains the other control characters: all kinds of spaces, backspaces, terminal colors, and the end-of-file
     // mark of old systems.

@@ -15,7 +15,7 @@ impl LlamaConfig {
     /// specifies the [family](Family).
     ///
     /// Settings that [`Llama`](crate::Llama) does not support are errors, and so are unknown ones. Settings may have
-    /// the names of transformers 4 or 5, or both. Absent settings have transformers' defaults.
+    /// the names of transformers 4, those of transformers 5, or both. Absent settings have transformers' defaults.
     ///
     /// # Errors
     ///

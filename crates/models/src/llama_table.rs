@@ -60,7 +60,7 @@ pub(crate) struct Names {
     head: &'static str,
     /// The head's name in files.
     pub(crate) head_name: &'static str,
-    /// The table's name in files.
+    /// The embedding's name in files.
     pub(crate) table_name: &'static str,
 }
 

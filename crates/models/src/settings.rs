@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
-//! An absent setting has transformers' default. A setting that is null or has another type, where transformers does not
-//! accept this, is an error, because guessing its meaning could silently change the mathematics.
+//! An absent setting has transformers' default. A value that transformers does not accept for a setting, such as null
+//! or another type, is an error, because guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
 use std::sync::LazyLock;

@@ -63,7 +63,7 @@ pub(crate) struct ModelArgs {
     pub(crate) lora_alpha: Option<f64>,
 }
 
-/// The architectures that are trained.
+/// The architectures that `train` supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrainedModelArg {
     /// Learned positions, layer norms, plain MLPs, untied head

@@ -44,7 +44,7 @@ pub(super) struct Below {
     is_group_told: bool,
     /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// The time since which no training run is left after the order.
+    /// The time when no training run was left after the order; `None` while there is one.
     over_since: Option<Instant>,
     /// The time of the first order to end at once.
     at_once_since: Option<Instant>,
