@@ -102,7 +102,7 @@ pub(crate) struct ManualArgs {
 #[derive(Debug, Args)]
 #[command(after_help = TRAIN_AFTER_HELP, after_long_help = TRAIN_AFTER_LONG_HELP)]
 pub(crate) struct TrainArgs {
-    /// Read flags from a TOML file, such as `steps = 1000`; flags on the command line replace its flags
+    /// Read flags from a TOML file with lines such as `steps = 1000`; the command line takes precedence
     ///
     /// Keys are long flags without dashes. Flags without a value are true or false. Flags that may be repeated take
     /// lists. Paths are relative to the working directory.

@@ -29,7 +29,7 @@ const OTHERS: [&str; 11] = [
 /// Suffixes of the file names of unsupported tokenizers.
 const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 
-/// A tokenizer as given on the command line.
+/// A tokenizer as specified on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizerArg {
     /// No tokenizer: each byte is a token.

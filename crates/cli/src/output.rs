@@ -12,7 +12,7 @@ use crate::args::TrainArgs;
 use crate::codec::TokenizerArg;
 use crate::error::InputError;
 
-/// Checks that every output can be written, and that none overwrites another or an input.
+/// Checks that output files and the folder for graphs can be written, and that none overwrites another or an input.
 ///
 /// Leaves no new files or folders.
 pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {

@@ -37,7 +37,7 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// If a size is not valid.
+    /// If a size or another setting is not valid.
     fn validate(&self) -> Result<(), ModelError>;
 
     /// Returns the table of the model's parameters.
@@ -335,7 +335,7 @@ impl ModelConfig {
     ///
     /// # Errors
     ///
-    /// If a size is not valid.
+    /// If a size or another setting is not valid.
     pub fn validate(&self) -> Result<(), ModelError> {
         of_any!(self, sizes => sizes.validate())
     }

@@ -32,7 +32,7 @@ pub enum Family {
 pub(crate) enum FusedOrder {
     /// All queries, then all keys, then all values.
     Parts,
-    /// The query, key and value of each head.
+    /// For each head, its query, key and value.
     Heads,
 }
 

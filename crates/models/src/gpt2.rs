@@ -115,7 +115,7 @@ impl Gpt2Config {
 
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// The same seed produces the same weights on every device, regardless of the order in which parameters are first
     /// used.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ pub(crate) fn embed_with_positions(
 }
 
 /// Returns the attention of packed queries to packed keys and values, `[batch * time, 3 * dim]`, and to the keys and
-/// values in a cache.
+/// values in a cache, to which the packed ones are added.
 pub(crate) fn attend_packed(
     packed: Tensor<2>,
     batch: usize,

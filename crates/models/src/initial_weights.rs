@@ -74,7 +74,7 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
     })
 }
 
-/// A mapper that replaces parameters with ones of the same shape and a single stored element.
+/// A mapper that replaces each parameter by a stand-in of the same shape that stores a single element.
 struct StandIns;
 
 impl ModuleMapper for StandIns {

@@ -113,7 +113,7 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     ///
     /// # Panics
     ///
-    /// If there is no token, or the cache belongs to other sequences; as [`loss_by`](Self::loss_by).
+    /// If there is no token, if the cache belongs to other sequences, or as [`loss_by`](Self::loss_by).
     fn next_logits(&self, tokens: Tensor<2, Int>, cache: &mut KeyValueCache) -> Tensor<2> {
         let start = cache.num_tokens();
         let all = cache.with(tokens.clone());

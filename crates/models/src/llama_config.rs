@@ -6,7 +6,7 @@ use crate::config::MAX_LAYERS;
 use crate::family::{FusedOrder, NormForm};
 use crate::{LlamaVariant, ModelError};
 
-/// Standard deviation of all initial weights.
+/// Standard deviation of all initial matrices.
 pub(crate) const INIT_STD: f64 = 0.02;
 
 /// Sizes of a [`Llama`](crate::Llama).

@@ -27,7 +27,7 @@ impl<'a> Settings<'a> {
         Self { map }
     }
 
-    /// Returns an empty object's settings.
+    /// Returns the settings of an empty object.
     pub(crate) fn empty() -> Self {
         static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
         Self { map: &EMPTY }

@@ -11,7 +11,7 @@ pub struct ParameterSpec {
     pub path: String,
     /// Name in files, such as `blocks.0.ln1.weight`.
     pub name: String,
-    /// Shape in files. Weights of linear layers are `[out, in]`.
+    /// Shape in files. Weights of linear layers are `[out, in]`, except in GPT-2.
     pub shape: Vec<usize>,
     /// True if the module has the two dims in the opposite order: weights of Burn's linear layers are `[in, out]`.
     pub is_transposed: bool,
@@ -101,7 +101,7 @@ impl Gpt2Config {
     }
 }
 
-/// A module whose own shapes determine its table.
+/// A module that determines the table of its parameters.
 pub(crate) trait HasTable {
     /// Returns the table of the module's parameters.
     fn table(&self) -> Vec<ParameterSpec>;

@@ -60,8 +60,8 @@ impl WeightFolder {
         }
     }
 
-    /// Checks that a file has the needed tensors that the index assigns to it. This prevents a tensor from being read
-    /// from another file.
+    /// Checks that a file has exactly the needed tensors that the index assigns to it. Otherwise, a tensor could be
+    /// read from the wrong file.
     pub(crate) fn check<'a>(
         &self,
         file: &Path,

@@ -1,4 +1,4 @@
-//! The commands for a saved step.
+//! The arguments of the commands for a saved step.
 
 use std::path::PathBuf;
 

@@ -10,7 +10,7 @@ use crate::error::InputError;
 /// Learning rate at the end of a cosine schedule, as a fraction of the peak.
 const COSINE_FLOOR: f64 = 0.1;
 
-/// By default, `wsd` falls over all steps of the run divided by this number, rounded up.
+/// By default, the number of steps over which `wsd` falls is all steps divided by this number, rounded up.
 const WSD_PART: usize = 10;
 
 /// A learning rate that rises linearly, then stays or falls.

@@ -39,7 +39,7 @@ pub(crate) struct Division {
     pub(crate) ranks: usize,
 }
 
-/// The settings by flag, as given or by default, and the tokenizer as earlier versions saved it.
+/// The settings by flag, as specified or by default, and the tokenizer as earlier versions saved it.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>, Value);
 
