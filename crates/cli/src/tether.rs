@@ -49,7 +49,8 @@ struct Tie {
     pipe: u64,
 }
 
-/// The end of the connection that `launch` holds. The processes that it starts are tied to it while this value lives.
+/// One end of the connection, held by `launch`. The processes that `launch` starts are tied to it while this value
+/// lives.
 #[derive(Debug)]
 pub(crate) struct Tether {
     tie: Tie,

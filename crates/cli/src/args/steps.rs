@@ -18,7 +18,7 @@ pub(crate) struct ConsolidateArgs {
     /// Output format
     #[arg(long, value_enum, default_value_t = FormatArg::Safetensors)]
     pub(crate) format: FormatArg,
-    /// Names and layout of the tensors [default: torch for the models of this command, else burn]
+    /// Names and layout of the tensors [default: torch for whole models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
     /// With --format hugging-face: copy tokenizer, generation settings and token ids from this folder

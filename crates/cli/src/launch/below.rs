@@ -62,7 +62,7 @@ struct Seen {
     others: Vec<Process>,
 }
 
-/// The processes that a command left behind.
+/// The counts of processes that a command left behind.
 pub(super) struct Left {
     /// The number of processes to wait for: those of this program, and those that received the order.
     pub(super) num_awaited: usize,
@@ -143,7 +143,7 @@ impl Below {
         self.order.is_some()
     }
 
-    /// Returns the processes that the command left behind.
+    /// Counts the processes that the command left behind.
     pub(super) fn left(&mut self) -> Left {
         self.awaited.retain(Process::is_alive);
         let awaited = &self.awaited;

@@ -81,7 +81,7 @@ impl Numbers {
 
 /// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or that Muon applies.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies. Returns `None` if it is 0.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
