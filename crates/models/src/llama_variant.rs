@@ -15,7 +15,7 @@ pub struct LlamaVariant {
     pub has_tied_head: bool,
     /// The number that norms add to the mean square or variance, which prevents a division by zero.
     pub norm_epsilon: f64,
-    /// The scaling of rotary positions for sequences longer than the original context length.
+    /// The scaling of rotary positions, for sequences longer than those that the model was first trained on.
     pub rope_scaling: RopeScaling,
     /// Number of elements of a head. `None` for `dim / heads`.
     pub head_dim: Option<usize>,

@@ -44,7 +44,7 @@ struct Found {
     token: Option<String>,
     /// Number of the step to resume from.
     step: Option<u64>,
-    /// Damaged steps that were skipped.
+    /// Numbers of damaged steps that were skipped.
     skipped: Vec<u64>,
 }
 
