@@ -38,7 +38,7 @@ pub(crate) struct Adapters {
 }
 
 impl AdapterSizes {
-    /// Returns true if the sizes are valid for a model of this width: the rank is at most the width.
+    /// Returns true if the rank is from 1 to `dim`, the model's width, and alpha is positive and finite.
     pub(crate) fn is_valid(&self, dim: usize) -> bool {
         let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
         has_alpha && (1..=dim).contains(&self.rank)
@@ -97,7 +97,8 @@ impl Adapters {
         Ok(Self { sizes, base })
     }
 
-    /// Returns the adapters of a saved step; `None` for a step of a whole model.
+    /// Returns the adapters of a saved step. Returns `None` for a step of a whole model, or if the section cannot be
+    /// read.
     pub(crate) fn of_step(saved: &TrainingState) -> Option<Self> {
         let section = saved.sections.get(SECTION)?;
         serde_json::from_value(section.clone()).ok()
@@ -147,7 +148,7 @@ fn described(sizes: Option<AdapterSizes>) -> String {
 }
 
 /// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each
-/// element is hashed with its position and the hashes are added. Collective.
+/// element is hashed with its path and position, and the hashes are added. Collective.
 fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> {
     let mut sum = 0_u64;
     for tensor in local_state(model)? {
@@ -160,8 +161,8 @@ fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> 
     total(mesh.world(), sum)
 }
 
-/// Returns the same checksum for the weights of a compiled step. Each rank has flat shards or all of a weight.
-/// Collective.
+/// Returns the same checksum for the weights of a compiled step. Each weight is either divided into flat shards, or
+/// whole on each rank. Collective.
 fn checksum_compiled<B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     mesh: &ProcessMesh,

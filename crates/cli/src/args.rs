@@ -46,7 +46,7 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
-    /// Name the first operation in which two runs differ
+    /// Name the first collective operation in which two runs differ
     Diff(DiffArgs),
     /// Print shell completions; put `source <(burn-fsdp completions bash)` into ~/.bashrc
     Completions(CompletionsArgs),
@@ -102,7 +102,7 @@ pub(crate) struct ManualArgs {
 #[derive(Debug, Args)]
 #[command(after_help = TRAIN_AFTER_HELP, after_long_help = TRAIN_AFTER_LONG_HELP)]
 pub(crate) struct TrainArgs {
-    /// Read flags from a TOML file, such as `steps = 1000`; flags on the command line replace its flags
+    /// Read flags from a TOML file with lines such as `steps = 1000`; the command line takes precedence
     ///
     /// Keys are long flags without dashes. Flags without a value are true or false. Flags that may be repeated take
     /// lists. Paths are relative to the working directory.
@@ -133,7 +133,7 @@ pub(crate) struct TrainingArgs {
     /// Must be a multiple of --ranks times --accumulate.
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
-    /// Training steps of the whole run, after the warmup; a resumed run trains those that are left
+    /// Training steps of the whole run, after the warmup; a resumed run trains the remaining ones
     #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
     /// Warmup steps before the measured steps; their losses are also reported
@@ -158,7 +158,7 @@ pub(crate) struct TrainingArgs {
     /// Steps over which the learning rate rises to --lr
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub(crate) lr_warmup: usize,
-    /// With --lr-schedule wsd: last steps, over which the rate falls to 0 [default: a tenth of all steps]
+    /// With --lr-schedule wsd: number of last steps over which the rate falls to 0 [default: a tenth of all steps]
     #[arg(long, value_name = "STEPS", hide_short_help = true)]
     pub(crate) lr_decay: Option<usize>,
     #[command(flatten)]
@@ -169,7 +169,7 @@ pub(crate) struct TrainingArgs {
     /// Micro-batches per step; not with --memory-budget
     #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// What to do if the loss, a clipped gradient norm or a tensor to be saved is not finite
+    /// What to do if the loss, the norm of gradients to be clipped or a tensor to be saved is not finite
     #[arg(
         long,
         value_enum,
@@ -208,7 +208,7 @@ pub(crate) struct TrainingArgs {
     /// With --compile, conflicts with --unit-size.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) activation_checkpointing: bool,
-    /// With --compile: limit planned peak memory per rank, e.g. 400MiB
+    /// With --compile: limit the planned peak memory per rank, e.g. 400MiB
     ///
     /// Recomputes as few blocks as necessary. The planned peak is the exact peak of the tensors, times a measured
     /// factor. Conflicts with --activation-checkpointing, --accumulate, --precision f16 and a --device other than flex.
@@ -253,10 +253,10 @@ pub(crate) struct ShardingArgs {
     /// Must divide --ranks. Needs --strategy hybrid-shard.
     #[arg(long, value_name = "REPLICAS")]
     pub(crate) replicate_size: Option<ReplicateSize>,
-    /// Make a unit of each module with at least this many parameters [default: the transformer blocks]
+    /// Minimum number of parameters of a unit [default: one unit per transformer block]
     #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]
     pub(crate) unit_size: Option<usize>,
-    /// Maximum time that a rank waits for the others in one operation
+    /// Maximum time that a rank waits for the others in one collective operation
     #[arg(
         long,
         value_name = "SECONDS",
@@ -264,7 +264,7 @@ pub(crate) struct ShardingArgs {
         hide_short_help = true
     )]
     pub(crate) deadline: u64,
-    /// What ranks compare in each operation
+    /// What ranks compare in each collective operation
     #[arg(
         long,
         value_enum,
@@ -279,14 +279,14 @@ pub(crate) struct ShardingArgs {
     /// SIGINT, SIGHUP or SIGUSR1.
     #[arg(long, value_name = "FOLDER", help_heading = MEMORY)]
     pub(crate) offload: Option<PathBuf>,
-    /// Number of units to gather before their use; at most 1 with --compile
+    /// Number of units to gather in advance; at most 1 with --compile
     ///
     /// [default: 1 with processes; 0 with threads, which do not overlap communication]
     #[arg(long, value_name = "UNITS", help_heading = MEMORY, hide_short_help = true)]
     pub(crate) prefetch: Option<usize>,
 }
 
-/// A value of `--replicate-size`.
+/// The value of `--replicate-size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReplicateSize {
     /// This many copies.
@@ -355,7 +355,7 @@ pub(crate) struct CheckpointArgs {
 pub(crate) enum NotFinite {
     /// End the run with exit code 3, and save nothing more
     Stop,
-    /// Continue; steps saved after that do not replace older ones
+    /// Continue; steps saved afterwards do not replace older ones
     Continue,
 }
 
@@ -386,8 +386,8 @@ pub(crate) struct OutputArgs {
     pub(crate) json: bool,
     /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto
     ///
-    /// Shows each rank's computation, communication and memory in one step: the first measured one after at least two
-    /// others.
+    /// Shows each rank's computation, communication and memory in one step: the first measured step or the third step
+    /// of this run, whichever is later. A shorter run traces its last step.
     #[arg(long, value_name = "FILE", help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
     /// Report utilization: the median step's arithmetic rate divided by the measured rate of 32-bit matrix products
@@ -396,7 +396,7 @@ pub(crate) struct OutputArgs {
     /// operations, but not recomputation.
     #[arg(long, help_heading = DIAGNOSTICS, hide_short_help = true)]
     pub(crate) utilization: bool,
-    /// Write checksums of each rank's operation inputs and outputs into this folder, for `burn-fsdp diff`
+    /// Write checksums of what each rank sends and receives in its collectives into this folder, for `burn-fsdp diff`
     ///
     /// Replaces the files of an earlier run. Implies --check agreement.
     #[arg(long, value_name = "FOLDER", help_heading = DIAGNOSTICS, hide_short_help = true)]
@@ -422,7 +422,7 @@ pub(crate) enum LrSchedule {
     Constant,
     /// Fall along half a cosine to a tenth of --lr
     Cosine,
-    /// Fall linearly to 0, which the step after the last would have
+    /// Fall linearly, to reach 0 one step after the last
     Linear,
     /// Stay at --lr, then fall linearly to 0 over the last --lr-decay steps
     Wsd,

@@ -1,4 +1,4 @@
-//! Human-readable memory sizes.
+//! Parses human-readable memory sizes.
 
 const UNITS: [(&str, u64); 8] = [
     ("KiB", 1 << 10),

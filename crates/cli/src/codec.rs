@@ -8,7 +8,7 @@ use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, TextCodec, Tokenizer};
 
 use crate::error::InputError;
 
-/// The supported tokenizer file.
+/// Name of the tokenizer file in the supported format.
 const READ: &str = "tokenizer.json";
 
 /// Prefixes of the file names of unsupported tokenizers; those with a vocabulary come first.
@@ -29,7 +29,7 @@ const OTHERS: [&str; 11] = [
 /// Suffixes of the file names of unsupported tokenizers.
 const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
 
-/// A tokenizer as given on the command line.
+/// A tokenizer as specified on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TokenizerArg {
     /// No tokenizer: each byte is a token.
@@ -60,7 +60,7 @@ impl From<OsString> for TokenizerArg {
 #[derive(Debug)]
 pub(crate) struct Chosen {
     pub(crate) codec: TextCodec,
-    /// True if the command line requested bytes.
+    /// True if bytes are not a guess: the command line requested them, a saved step used them, or no text is read.
     are_bytes_given: bool,
     warning: Option<String>,
 }
@@ -79,8 +79,9 @@ impl Chosen {
     ///
     /// # Errors
     ///
-    /// [`InputError::OtherTokenizerForm`] if the folder has a tokenizer in a format that is not supported, unless
-    /// `are_bytes` returns true: then the model was trained on bytes.
+    /// [`InputError::Model`] if the tokenizer cannot be read. [`InputError::OtherTokenizerForm`] if the folder has a
+    /// tokenizer in a format that is not supported, unless `are_bytes` returns true: then the model was trained on
+    /// bytes.
     pub(crate) fn find(
         given: Option<&TokenizerArg>,
         folder: Option<&Path>,
@@ -123,7 +124,7 @@ impl Chosen {
         }
     }
 
-    /// Returns warnings about the choice of codec, for the `--init` model if there is one.
+    /// Returns warnings about the choice of codec. `of_init` is the model of `--init`, if there is one.
     pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
         let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
         let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
@@ -163,7 +164,7 @@ fn other_form(folder: &Path) -> Option<PathBuf> {
     names.min().map(|(_, name)| folder.join(name))
 }
 
-/// Describes a tokenizer by its vocabulary and rules; `None` for bytes.
+/// Identifies a tokenizer by its number of tokens and a hash of its vocabulary and rules; `None` for bytes.
 pub(crate) fn identity(codec: &TextCodec) -> Option<String> {
     let tokenizer = tokenizer_of(codec)?;
     let (num_ids, hash) = (tokenizer.num_ids(), tokenizer.hash());

@@ -16,7 +16,7 @@ use toml::{Table, Value};
 use crate::args::Cli;
 use crate::error::InputError;
 
-/// The most bytes of a file. A device such as `/dev/zero` has no end.
+/// Maximum size of a file in bytes, because a device such as `/dev/zero` has no end.
 const LONGEST: u64 = 1 << 20;
 
 /// The command whose flags a file may contain.
@@ -25,7 +25,7 @@ const TRAIN: &str = "train";
 /// The flags about the file itself, which it cannot contain.
 const OWN: [&str; 2] = ["config", "print-config"];
 
-/// Returns the command line with the flags of `--config FILE`, if it is a `train` with that flag.
+/// Inserts the flags of `--config FILE` into the command line of a `train`. Returns any other command line unchanged.
 ///
 /// # Errors
 ///
@@ -50,7 +50,7 @@ pub(crate) fn with_flags_of_file(line: Vec<OsString>) -> Result<Vec<OsString>, I
     Ok([program, &flags, own].concat())
 }
 
-/// Returns true if the command line of a `train`, or the file that it names, resumes a run.
+/// Returns true if `train` with these arguments, or the file that they name, resumes a run.
 pub(crate) fn resumes(words: &[String]) -> bool {
     let is_resume = |word: &OsString| {
         let word = word.to_string_lossy();
@@ -236,7 +236,7 @@ pub(crate) fn as_file(matches: &ArgMatches) -> String {
     groups.collect::<Vec<_>>().join("\n").trim_end().to_owned()
 }
 
-/// Returns the line of a flag, or `None` if it has neither a value nor a default.
+/// Returns the line of a flag. Returns `None` for a flag that is off, or has neither a value nor a default.
 fn line_of(arg: &Arg, matches: &ArgMatches) -> Option<String> {
     let (id, key) = (arg.get_id().as_str(), arg.get_long()?);
     let is_default = matches.value_source(id)? == ValueSource::DefaultValue;

@@ -68,8 +68,8 @@ impl From<InputError> for Failure {
 }
 
 impl Failure {
-    /// Returns true if this process must print the failure. Rank 0 and the failed rank print failures that all
-    /// processes know. Every other failure is printed by the process that found it.
+    /// Returns true if this process must print the failure. The failure of a rank is printed by that rank and rank 0,
+    /// an error that all processes have by rank 0, and any other failure by the process that found it.
     pub(crate) fn is_told_here(&self) -> bool {
         use LaunchError::{Failed, Panicked, Start};
         let Ok(Some(own)) = processes() else {
@@ -463,7 +463,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Returns true if the cause is an input file rather than the run.
+    /// Returns true if the cause is the user's input rather than the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::internals::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

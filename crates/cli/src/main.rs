@@ -1,13 +1,14 @@
 //! The `burn-fsdp` command.
 //!
-//! - `args`: the command-line arguments. `config_file`: those of `train` from a file.
+//! - `args`: the command-line arguments. `config_file`: arguments of `train` from a file. `shell`: completions and
+//!   manual pages.
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
 //! - `operations`: records of a run's operations, and their comparison.
 //! - `launch`: restarts a failed command. `tether`: notifies the processes below `launch` of its end.
-//! - `text`, `codec`, `weights`, `adapters`, `random`: shared by several commands: text generation, conversion of text
-//!   to tokens, weights read shard by shard, adapters on these weights, random numbers.
+//! - `text` generates text, `codec` converts text to tokens, `weights` reads weights shard by shard, `adapters`
+//!   describes adapters on these weights, and `random` draws random numbers. Several commands share them.
 //! - `limits`: the machine's limits.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and their exit codes.
@@ -49,7 +50,7 @@ use crate::error::Failure;
 use crate::steps::{consolidate, generate, inspect};
 use crate::train::TrainConfig;
 
-/// Counts bytes for memory tests.
+/// Counts heap bytes for memory tests.
 #[cfg(test)]
 #[global_allocator]
 static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;

@@ -1,4 +1,4 @@
-//! The files that a run writes: checked before it starts, and complete or absent after it ends.
+//! Checks of the files that a run will write, and writes that leave a file complete or unchanged.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -12,7 +12,7 @@ use crate::args::TrainArgs;
 use crate::codec::TokenizerArg;
 use crate::error::InputError;
 
-/// Checks that every output can be written, and that none overwrites another or an input.
+/// Checks that output files and the folder for graphs can be written, and that none overwrites another or an input.
 ///
 /// Leaves no new files or folders.
 pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
@@ -89,8 +89,8 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// Returns the name of the saved step or of the folder of `--init` that writing a file would damage, if any. New files
-/// may be added to the folder of `--init`.
+/// Returns a problem if writing a file would damage a saved step or the folder of `--init`. New files may be added to
+/// that folder.
 fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
     /// Extensions of model files.
     const MODEL: [&str; 8] = [

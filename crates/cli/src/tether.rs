@@ -27,11 +27,11 @@ const VARIABLE: &str = "BURN_FSDP_LAUNCHED_BY";
 /// The time between two checks that `launch` is alive, if there is no pipe.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The longest wait until the message is printed.
+/// Maximum wait until the message is printed.
 const PRINT_AT_MOST: Duration = Duration::from_secs(1);
 
-/// The exit code of a process that SIGTERM ends. When `launch` is gone, a process with nothing to save exits with it as
-/// well.
+/// The exit code of a process that SIGTERM ends. When `launch` is gone, a process with nothing to save also exits with
+/// it.
 const TOLD_TO_END: i32 = 143;
 
 /// The value of [`VARIABLE`].
@@ -49,7 +49,8 @@ struct Tie {
     pipe: u64,
 }
 
-/// The end of the connection that `launch` holds. The processes that it starts are tied to it while this value lives.
+/// One end of the connection, held by `launch`. The processes that `launch` starts are tied to it while this value
+/// lives.
 #[derive(Debug)]
 pub(crate) struct Tether {
     tie: Tie,

@@ -82,7 +82,7 @@ impl Sample<'_> {
 }
 
 /// Samples a token: `position`, from 0 to 1, is a point in the cumulative distribution. A temperature of 0 selects the
-/// likeliest token. Returns `None` for a model that has diverged and outputs NaN.
+/// likeliest token. Returns `None` if the sum of the weights is not finite, as for a model that has diverged.
 fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
@@ -110,7 +110,7 @@ fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum NextToken {
     Is(i64),
-    /// The model outputs NaN.
+    /// Rank 0's logits are not valid numbers.
     NoNumbers,
     /// A rank was asked to stop.
     Stop,

@@ -1,4 +1,4 @@
-//! The trait that all models share, and the configuration of any model.
+//! The trait of model configurations, and the configuration of any model of this crate.
 
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
@@ -19,14 +19,14 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     /// Pattern of the paths of the model's blocks.
     const BLOCKS: &'static str;
 
-    /// Builds the model on a device.
+    /// Builds the model on a device, with the initial weights of a seed.
     ///
     /// # Errors
     ///
     /// If the configuration is not valid.
     fn init(&self, device: &Device, seed: u64) -> Result<Self::Model, ModelError>;
 
-    /// Builds the model on a device with matrices of zeros, for weights that are read later.
+    /// Builds the model on a device, with matrices of zeros, for weights that are read later.
     ///
     /// # Errors
     ///
@@ -37,7 +37,7 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// If a size is not valid.
+    /// If a size or another setting is not valid.
     fn validate(&self) -> Result<(), ModelError>;
 
     /// Returns the table of the model's parameters.
@@ -49,8 +49,10 @@ pub trait Architecture: Copy + Send + Sync + 'static {
 
     /// Returns the configuration of a model that does the same operations with narrower tensors.
     ///
-    /// The numbers of blocks and heads stay the same. Each width and the vocabulary size become the smallest size of at
-    /// least `least` with the original remainders modulo `ranks` and modulo two, if that is smaller than the original.
+    /// The numbers of blocks and heads stay the same. Head widths, other widths and the vocabulary size become as small
+    /// as possible, but keep their remainders modulo `ranks` and modulo two. They are at least `least`, unless the
+    /// original is smaller; for heads, this is the width of all heads together. Heads keep their width if settings of
+    /// the rotary positions depend on it.
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 
@@ -60,8 +62,8 @@ pub trait Architecture: Copy + Send + Sync + 'static {
         Some(name)
     }
 
-    /// Returns the name of the head in files and the table's name of the parameter that it shares, for a model with a
-    /// tied head.
+    /// For a model with a tied head, returns the head's name in files and the table's name of the parameter that it
+    /// shares.
     fn tied_head(&self) -> Option<[&'static str; 2]> {
         None
     }
@@ -81,7 +83,7 @@ fn narrow(size: usize, ranks: usize, least: usize) -> usize {
     }
 }
 
-/// Returns the width of `heads` heads that are narrower than the heads of `dim`.
+/// Narrows each of the `heads` heads of width `dim / heads`, and returns their total width.
 fn narrow_heads(dim: usize, heads: usize, ranks: usize, least: usize) -> usize {
     let least = least.div_ceil(heads).max(2);
     heads * narrow(dim / heads, ranks, least)
@@ -209,7 +211,7 @@ impl Architecture for LlamaConfig {
         let mut variant = self.variant;
         let has_lists = matches!(variant.rope_scaling, RopeScaling::LongRope { .. });
         if variant.rotated_dim.is_some() || has_lists {
-            // The rotated elements determine the heads.
+            // Settings of the rotary positions depend on the width of a head.
             variant.head_dim = Some(self.head_dim());
         }
         Self {
@@ -271,7 +273,7 @@ impl Architecture for LlamaConfig {
 pub enum ModelConfig {
     /// A GPT.
     Gpt(GptConfig),
-    /// A Llama.
+    /// A model of any [`Family`](crate::Family), such as Llama.
     Llama(LlamaConfig),
     /// A GPT-2.
     Gpt2(Gpt2Config),
@@ -333,7 +335,7 @@ impl ModelConfig {
     ///
     /// # Errors
     ///
-    /// If a size is not valid.
+    /// If a size or another setting is not valid.
     pub fn validate(&self) -> Result<(), ModelError> {
         of_any!(self, sizes => sizes.validate())
     }

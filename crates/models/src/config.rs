@@ -64,7 +64,7 @@ impl GptConfig {
             .expect("a validated configuration has a countable number of parameters")
     }
 
-    /// Returns the standard deviation of weights that read from the residual stream.
+    /// Returns the standard deviation of weights that do not write to the residual stream.
     pub(crate) fn init_std(&self) -> f64 {
         INIT_STD
     }

@@ -1,8 +1,8 @@
-//! Detects the encoding of a file by its first bytes, with UTF-8 as the default.
+//! Distinguishes text from other files, and converts text with a byte order mark to UTF-8.
 
 use crate::remark::Remark;
 
-/// Number of bytes at the start of a file that distinguish text from other files.
+/// Number of bytes at the start of a file that are examined to distinguish text from other files.
 pub(crate) const HEAD_BYTES: usize = 8 << 10;
 
 /// Text has at least this many bytes per control character.
@@ -159,7 +159,8 @@ fn is_utf8(text: &[u8], is_cut: bool) -> bool {
     }
 }
 
-/// Returns true if control characters are more frequent than in text. In compressed data, every tenth byte is one.
+/// Returns true if control characters are more frequent than in text. In compressed data, about every tenth byte is a
+/// control character.
 fn is_full_of_controls(bytes: &[u8]) -> bool {
     // Text contains the other control characters: all kinds of spaces, backspaces, terminal colors, and the end-of-file
     // mark of old systems.

@@ -1,5 +1,5 @@
-//! Settings in a Hugging Face folder other than the sizes: how the model generates text, which tokens end it, and
-//! dropout.
+//! Settings in a Hugging Face folder other than the sizes: how the model generates text, which tokens end it, padding
+//! and dropout.
 
 use std::path::Path;
 
@@ -32,8 +32,8 @@ const DROPOUTS: [&str; 5] = [
 ];
 
 /// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has
-/// no effect if it is null, false or empty, if it is 0 and that is not a token id, or, for [`NEUTRAL_AT_ONE`], if it is
-/// 1.
+/// no effect if it is null, false, or an empty list or object, if it is 0 and not a token id, or, for
+/// [`NEUTRAL_AT_ONE`], if it is 1.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -107,9 +107,10 @@ impl ModelConfig {
         Ok(given.filter(|(_, share)| *share > 0.0).collect())
     }
 
-    /// Returns the padding token of a folder in Hugging Face's format, if it also begins or ends texts. transformers
-    /// does not train this token's row of the embedding table by its lookups, but this crate does. Other padding tokens
-    /// do not occur in texts.
+    /// Returns the padding token of a folder in Hugging Face's format, if it also begins or ends texts and transformers
+    /// does not train its embedding by lookups. This crate trains it like any other. Padding tokens that neither begin
+    /// nor end texts do not occur in them. Returns `None` for GPT-2 and GPT-NeoX, whose embeddings transformers also
+    /// trains as a whole.
     ///
     /// # Errors
     ///
@@ -117,7 +118,7 @@ impl ModelConfig {
     pub fn padding_in_text(folder: impl AsRef<Path>) -> Result<Option<u64>, ModelError> {
         let settings = read_json(&folder.as_ref().join("config.json"))?;
         let default = match settings.get("model_type").and_then(Value::as_str) {
-            // Their tables are trained as a whole.
+            // Transformers trains all embeddings of these models.
             Some("gpt2" | "gpt_neox") => return Ok(None),
             // The defaults of transformers.
             Some("phi3") => json!({"pad_token_id": 32000, "eos_token_id": 32000}),

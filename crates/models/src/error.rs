@@ -23,7 +23,7 @@ pub enum ModelError {
         name: &'static str,
     },
 
-    /// A number other than a size is not meaningful.
+    /// A setting other than a size is out of range.
     #[error(
         "{name} is {found}; use positive, finite numbers, with the low factor below the high one"
     )]
@@ -55,16 +55,16 @@ pub enum ModelError {
         kv_heads: usize,
     },
 
-    /// A head has an odd number of elements, but rotary positions rotate pairs.
+    /// The number of rotated elements of a head is odd, but rotary positions rotate pairs.
     #[error(
         "a head has {head_dim} elements, which is odd; choose a dim that gives each head an even number"
     )]
     OddHeadDim {
-        /// Number of elements of a head: `dim / heads`.
+        /// Number of elements of a head that are rotated.
         head_dim: usize,
     },
 
-    /// The sizes are so large that the parameters cannot be counted.
+    /// The number of parameters overflows, or there are more than 65536 layers.
     #[error(
         "the model has more parameters than fit in a usize, or more than 65536 layers; choose smaller sizes"
     )]
@@ -80,7 +80,7 @@ pub enum ModelError {
         source: std::io::Error,
     },
 
-    /// The `config.json` is not valid for any model of this crate.
+    /// A `config.json` or `generation_config.json` is malformed, or describes no model of this crate.
     #[error("{}: {problem}", path.display())]
     MalformedConfig {
         /// The file.
@@ -98,7 +98,7 @@ pub enum ModelError {
         problem: String,
     },
 
-    /// The files of a folder in Hugging Face's format do not belong to one model.
+    /// A folder in Hugging Face's format has no usable weights, or files that do not belong to one model.
     #[error("{}: {problem}", path.display())]
     MalformedFolder {
         /// The folder, or the faulty file in it.
@@ -126,7 +126,7 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// All names in a weights file have a prefix that the model's names do not have.
+    /// A weights file has a tensor of the model only under a name with an additional prefix.
     #[error(
         "{}: tensor {name} is missing, but {found} is there: the names have the prefix `{prefix}`, which a wrapper \
          adds (`module.` in data-parallel training, `_orig_mod.` in torch.compile, `base_model.model.` in PEFT); \

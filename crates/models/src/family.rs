@@ -32,18 +32,18 @@ pub enum Family {
 pub(crate) enum FusedOrder {
     /// All queries, then all keys, then all values.
     Parts,
-    /// The query, key and value of each head.
+    /// For each head, its query, key and value.
     Heads,
 }
 
 /// The form of a norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NormForm {
-    /// Root mean square, times the scale.
+    /// Divides by the root mean square, and multiplies by the scale.
     RootMeanSquare,
-    /// Root mean square, times one plus the scale.
+    /// Divides by the root mean square, and multiplies by one plus the scale.
     OnePlusScale,
-    /// Mean and variance, with an offset.
+    /// A layer norm, with a scale and an offset.
     Layer,
 }
 
@@ -90,7 +90,7 @@ impl Family {
         }
     }
 
-    /// Returns the name of the class of transformers without its ending `ForCausalLM`.
+    /// Returns the name of the family's class in transformers, without its ending `ForCausalLM`.
     pub(crate) fn class(self) -> &'static str {
         match self {
             Self::Llama => "Llama",

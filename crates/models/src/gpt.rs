@@ -44,7 +44,7 @@ pub struct Block {
 impl GptConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// The same seed produces the same weights on every device, regardless of the order in which parameters are first
     /// used.
     ///
     /// # Errors

@@ -39,7 +39,7 @@ pub struct Gpt2Config {
 /// computes it without dropout. It has learned positions, pre-LN blocks, the `tanh` approximation of GELU, and a head
 /// that is tied to the embedding.
 ///
-/// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and the names of the usual PyTorch program.
+/// [`Gpt`](crate::Gpt) is similar, with an untied head, the exact GELU, and parameter names that follow its fields.
 ///
 /// Parameters are initialized lazily, so building even a large model costs nothing until they are used.
 #[derive(Module, Debug)]
@@ -115,7 +115,7 @@ impl Gpt2Config {
 
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// The same seed produces the same weights on every device, regardless of the order in which parameters are first
     /// used.
     ///
     /// # Errors
@@ -248,7 +248,7 @@ pub(crate) fn embed_with_positions(
 }
 
 /// Returns the attention of packed queries to packed keys and values, `[batch * time, 3 * dim]`, and to the keys and
-/// values in a cache.
+/// values in a cache, to which the packed ones are added.
 pub(crate) fn attend_packed(
     packed: Tensor<2>,
     batch: usize,

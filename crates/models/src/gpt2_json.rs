@@ -12,8 +12,7 @@ use crate::{Gpt2Config, ModelError};
 /// Hugging Face's name of the model.
 pub(crate) const MODEL_TYPE: &str = "gpt2";
 
-/// Hugging Face's names of the `tanh` approximation of GELU. The first is the one that is written. They differ only
-/// in how they compute it.
+/// Hugging Face's names of the `tanh` approximation of GELU. The first one is written. Only the implementations differ.
 const ACTIVATIONS: [&str; 5] = [
     "gelu_new",
     "gelu_fast",

@@ -138,7 +138,7 @@ impl TensorEntry {
                 "has {claimed} bytes, its shape {:?} of type {} needs {needed}",
                 self.shape, self.dtype
             )),
-            // The sizes of types that are never loaded are not compared.
+            // Types of unknown size are never loaded.
             None if element_bytes(&self.dtype).is_none() => Ok(()),
             None => Err(format!("has an impossibly large shape {:?}", self.shape)),
         }
@@ -153,7 +153,7 @@ impl TensorEntry {
     }
 }
 
-/// Returns the size of an element in bytes, for types with whole bytes.
+/// Returns the size of an element in bytes, or `None` for a type that is not in this list.
 fn element_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" => Some(1),

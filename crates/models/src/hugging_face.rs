@@ -1,4 +1,4 @@
-//! Folders in Hugging Face's format, for every model of this crate that transformers has.
+//! Folders in Hugging Face's format, for every model of this crate that transformers supports.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::settings::{Settings, read_config};
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2_json, llama_json};
 
-/// The model types that both transformers and this crate support.
+/// The kinds of models that both transformers and this crate support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Llama,
@@ -15,7 +15,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Returns the kind that the settings name. `model_type` names it, or the class in older files.
+    /// Returns the kind that `model_type` names, or else the class, as in older files.
     fn of(settings: Settings<'_>) -> Result<Self, String> {
         if llama_json::family_of(settings)?.is_some() {
             return Ok(Self::Llama);
@@ -44,7 +44,7 @@ impl Kind {
     }
 }
 
-/// Returns the difference of a model from a similar one that is supported.
+/// Describes how an unsupported model differs from a supported one, or returns an empty string.
 fn hint(model_type: &str) -> &'static str {
     match model_type {
         "gemma3" => {

@@ -41,7 +41,7 @@ impl<'a> InitialValues<'a> {
         self.device
     }
 
-    /// Returns a lazy matrix of normal values with mean zero.
+    /// Returns a lazy matrix of normal values with mean zero, or of zeros.
     pub(crate) fn normal(&mut self, shape: [usize; 2], std: f64) -> Param<Tensor<2>> {
         let mut rng = self.next_generator();
         Param::uninitialized(

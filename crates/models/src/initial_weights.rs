@@ -15,12 +15,14 @@ use crate::{Architecture, ModelError, ParameterSpec, WeightsFile};
 /// Writes the initial weights for training as safetensors, with the names and layout of the model's
 /// [table](Architecture::parameters).
 ///
-/// The weights come from the file or folder `from`, or are drawn for the seed if it is `None`. Only one parameter at
-/// a time is in memory. The file is written to a temporary file in the same folder and renamed when complete.
+/// The weights are read from the file or folder `from`, or drawn with `seed` if it is `None`. Only one parameter at a
+/// time is in memory. The output is a temporary file in the same folder until it is complete, and is then renamed to
+/// `path`.
 ///
 /// # Errors
 ///
-/// If `from` does not belong to the model or cannot be read, or if the file cannot be written.
+/// If the configuration is not valid, if `from` does not belong to the model or cannot be read, or if the file cannot
+/// be written.
 pub fn write_initial_weights<A: Architecture>(
     config: A,
     seed: u64,
@@ -47,7 +49,7 @@ pub fn write_initial_weights<A: Architecture>(
     write(&shapes, adapter, path)
 }
 
-/// Returns one parameter of a new model. No other parameter is created.
+/// Draws the initial values of the parameter at `path`, and of no other.
 fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData, ModelError> {
     struct One<'a>(&'a str, Vec<String>, Option<TensorData>);
     impl ModuleVisitor for One<'_> {
@@ -72,7 +74,7 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
     })
 }
 
-/// A mapper that replaces parameters with ones of the same shape and a single stored element.
+/// A mapper that replaces each parameter by a stand-in of the same shape that stores a single element.
 struct StandIns;
 
 impl ModuleMapper for StandIns {

@@ -1,4 +1,4 @@
-//! A cache of keys and values, with which only the newest token must be computed.
+//! A cache of keys and values, so that generation computes only new tokens.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Int, Tensor};
@@ -37,13 +37,13 @@ impl KeyValueCache {
         bytes.sum()
     }
 
-    /// Returns the keys and values of every block.
+    /// Returns the keys and values of `num_blocks` blocks, which are empty at first.
     pub(crate) fn blocks(&mut self, num_blocks: usize) -> &mut [KeyValues] {
         self.blocks.resize_with(num_blocks, KeyValues::default);
         &mut self.blocks
     }
 
-    /// Returns the tokens so far and new ones.
+    /// Returns the cached tokens, followed by new ones.
     pub(crate) fn with(&self, new: Tensor<2, Int>) -> Tensor<2, Int> {
         match &self.tokens {
             None => new,
@@ -51,7 +51,7 @@ impl KeyValueCache {
         }
     }
 
-    /// Notes all tokens whose keys and values have been added.
+    /// Records all tokens, after their keys and values were added.
     pub(crate) fn note(&mut self, tokens: Tensor<2, Int>) {
         self.tokens = Some(tokens);
     }
@@ -88,19 +88,19 @@ impl Heads {
     }
 }
 
-/// How the scores of an attention follow from queries and keys.
+/// How attention scores are computed from queries and keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scores {
     /// The factor on the product of query and key.
     pub(crate) scale: f64,
-    /// The bound `c` of the scores `c tanh(x / c)`.
+    /// The soft cap `c`, which changes a score `x` to `c tanh(x / c)`.
     pub(crate) softcap: Option<f64>,
-    /// The number of tokens that a query sees, including its own, unless it sees all.
+    /// The number of tokens that a query sees, including its own. `None` for all.
     pub(crate) window: Option<usize>,
 }
 
 impl Scores {
-    /// Returns the usual scores of heads with `head_dim` elements.
+    /// Returns the default: scores divided by the square root of `head_dim`, without a cap or a window.
     pub(crate) fn usual(head_dim: usize) -> Self {
         Self {
             scale: 1.0 / (head_dim as f64).sqrt(),

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use crate::settings::{Settings, shown};
 
-/// Settings of training, generation, tokenizers and files, and records of how a model was made. Transformers'
-/// decoders compute the same whatever they are.
+/// Settings of training, generation, tokenizers and files, and records of how a model was made. They do not affect what
+/// transformers' decoders compute.
 const HARMLESS: [&str; 92] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -101,7 +101,7 @@ const HARMLESS: [&str; 92] = [
     "use_cache",
 ];
 
-/// Settings that have no effect if they have this value.
+/// Returns the value with which a setting has no effect, if there is one.
 fn neutral(name: &str) -> Option<Value> {
     match name {
         "add_cross_attention"

@@ -40,8 +40,8 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the logits `[rows, vocab]` of the stream `[rows, dim]` after the last block.
     fn head(&self, x: Tensor<2>) -> Tensor<2>;
 
-    /// Returns a number that changes where a longer sequence changes what earlier tokens compute. Their keys and values
-    /// in a cache then are of no use.
+    /// Returns a number for sequences of this length. If the number differs between two lengths, so do the keys and
+    /// values of the same tokens, and a cache for one length cannot be continued to the other.
     fn epoch(&self, _length: usize) -> usize {
         0
     }
@@ -104,16 +104,16 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         })
     }
 
-    /// Returns the logits `[batch, vocab]` of the token after the last of `[batch, time]`. The tokens continue the
+    /// Returns the logits `[batch, vocab]` of the token that follows `tokens`, `[batch, time]`. The tokens continue the
     /// sequences in the cache and are added to it.
     ///
-    /// The logits equal those of all tokens at once, except for rounding. Only the new tokens are computed. Call it
-    /// on a model without autodiff: `model.valid()`. If the model is sharded among ranks, all ranks must make the
-    /// same call.
+    /// The logits equal those of all tokens at once, except for rounding. Only the new tokens are computed, unless
+    /// their number changes the [`epoch`](Self::epoch). Call it on a model without autodiff: `model.valid()`. If the
+    /// model is sharded among ranks, all ranks must make the same call.
     ///
     /// # Panics
     ///
-    /// If there is no token, or the cache belongs to other sequences; as [`loss_by`](Self::loss_by).
+    /// If there is no token, if the cache belongs to other sequences, or as [`loss_by`](Self::loss_by).
     fn next_logits(&self, tokens: Tensor<2, Int>, cache: &mut KeyValueCache) -> Tensor<2> {
         let start = cache.num_tokens();
         let all = cache.with(tokens.clone());

@@ -1,25 +1,26 @@
-//! GPT and Llama as plain Burn modules, weights on disk, and byte-level text.
+//! GPT, GPT-2 and Llama as plain Burn modules, weights on disk, and text to train on.
 //!
-//! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names of the usual
-//!   PyTorch program.
+//! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder with an untied head. Parameter names in files follow the fields
+//!   of [`Gpt`].
 //! - [`LlamaConfig`] and [`Llama`]: a decoder with RMS norms, rotary positions, gated MLPs and grouped key and value
 //!   heads. Its [`LlamaVariant`] makes it a model of another [`Family`], such as Qwen 3 or Gemma 2.
 //! - [`Gpt2Config`] and [`Gpt2`]: GPT-2 as published, with Hugging Face's names.
 //! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's unmodified layers, for measurements and
 //!   experiments.
-//! - [`GptConfig::preset`], [`LlamaConfig::preset`]: configurations that are known by their number of parameters.
-//! - [`Architecture::parameters`]: the table of a model's parameters, with their names and shapes in the module and
-//!   in files for other programs. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] use it to read and write
-//!   safetensors, whole or some elements at a time. [`write_initial_weights`] writes the initial weights for
+//! - [`GptConfig::preset`], [`LlamaConfig::preset`]: configurations that are named by their approximate number of
+//!   parameters.
+//! - [`Architecture::parameters`]: the table of a model's parameters, with their names and shapes in the module and in
+//!   files for other programs. [`WeightsFile`] uses it to read safetensors, as a whole or in part. [`Gpt::save`],
+//!   [`Llama::save`] and [`Gpt2::save`] use it to write them. [`write_initial_weights`] writes the initial weights for
 //!   training. [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`] read configurations. Loaded
 //!   files are not trusted.
 //! - [`fused`]: the operations with handwritten gradients, and their form in graphs.
-//! - [`LanguageModel`] and [`KeyValueCache`]: the common interface of all models, block by block, and generation that
-//!   computes only new tokens.
+//! - [`LanguageModel`] and [`KeyValueCache`]: the common interface of [`Gpt`], [`Llama`] and [`Gpt2`], block by block,
+//!   and generation that computes only new tokens.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, divided into batches; [`Tokenizer`]: text in the
 //!   tokens of a `tokenizer.json`.
 //!
-//! The crate is independent of ranks and shards. A caller that divides the work gives each worker its rows.
+//! The crate is independent of ranks and shards. A caller that divides a batch among workers selects the rows of each.
 //!
 //! ```
 //! use burn::optim::{AdamWConfig, GradientsParams};

@@ -32,7 +32,7 @@ pub struct Llama {
 impl LlamaConfig {
     /// Builds the model on a device.
     ///
-    /// The same seed gives the same weights on every device, regardless of the order in which parameters are first
+    /// The same seed produces the same weights on every device, regardless of the order in which parameters are first
     /// used.
     ///
     /// # Errors

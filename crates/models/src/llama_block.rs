@@ -17,7 +17,7 @@ use crate::llama_variant::Activation;
 use crate::norm::Norm;
 use crate::rotary::Rotary;
 
-/// A transformer block: attention, then an MLP. Each follows a norm and is added to the residual stream.
+/// A transformer block: attention and an MLP. Each follows a norm and is added to the residual stream.
 #[derive(Module, Debug)]
 pub struct LlamaBlock {
     attention_norm: Norm,
@@ -28,7 +28,8 @@ pub struct LlamaBlock {
     head_norms: Option<HeadNorms>,
     wo: Linear,
     ffn_norm: Norm,
-    /// The gate, the gate and the projection that it multiplies, or the only projection of an MLP without a gate.
+    /// The gate, the gate fused with the projection that it multiplies, or the only projection of an MLP without a
+    /// gate.
     w1: Linear,
     /// The projection back to the residual stream.
     w2: Linear,
@@ -57,7 +58,7 @@ struct PostNorms {
 #[derive(Debug, Clone, Copy)]
 struct BlockForm {
     sizes: LlamaConfig,
-    /// The number of tokens that a query sees, unless it sees all.
+    /// The number of tokens that a query sees, including its own. `None` for all.
     window: Option<usize>,
 }
 
@@ -227,7 +228,7 @@ impl LlamaBlock {
         }
     }
 
-    /// Splits the result of a fused matrix.
+    /// Splits the output of a fused matrix into queries, keys and values.
     fn fused_heads(&self, packed: Tensor<2>, batch: usize) -> Heads {
         let sizes = &self.form.sizes;
         let (heads, kv_heads, head_dim) = (sizes.heads, sizes.kv_heads, sizes.head_dim());

@@ -6,7 +6,7 @@ use crate::config::MAX_LAYERS;
 use crate::family::{FusedOrder, NormForm};
 use crate::{LlamaVariant, ModelError};
 
-/// Standard deviation of all initial weights.
+/// Standard deviation of all initial matrices.
 pub(crate) const INIT_STD: f64 = 0.02;
 
 /// Sizes of a [`Llama`](crate::Llama).
@@ -27,7 +27,7 @@ pub struct LlamaConfig {
     pub vocab: usize,
     /// Maximum sequence length in tokens.
     pub seq: usize,
-    /// Base of the rotary positions. The slowest one makes a full turn in about `2 pi` times this many tokens.
+    /// Base of the rotary positions. The slowest rotation makes a full turn in about `2 pi` times this many tokens.
     pub rope_base: usize,
     /// Choices other than sizes.
     #[serde(default)]
@@ -39,9 +39,9 @@ impl LlamaConfig {
     ///
     /// # Errors
     ///
-    /// If a size is zero, if `heads` does not divide `dim` into heads of an even number of elements, if `kv_heads`
-    /// does not divide `heads`, if a number of the [variant](LlamaVariant) is not meaningful, or if the number of
-    /// parameters overflows.
+    /// If a size is zero, if `heads` does not divide `dim` and the variant does not set the size of a head, if the
+    /// number of rotated elements of a head is odd, if `kv_heads` does not divide `heads`, if a number of the
+    /// [variant](LlamaVariant) is not meaningful, or if the number of parameters overflows.
     pub fn validate(&self) -> Result<(), ModelError> {
         let sizes = [
             ("layers", self.layers),

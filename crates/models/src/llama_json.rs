@@ -14,19 +14,19 @@ impl LlamaConfig {
     /// Reads the configuration of a decoder from the `config.json` of a folder in Hugging Face's format. The file
     /// specifies the [family](Family).
     ///
-    /// Settings that [`Llama`](crate::Llama) does not support are errors, and so are unknown ones. Settings have the
-    /// names of transformers 4 or 5, or both. Absent settings have transformers' defaults.
+    /// Settings that [`Llama`](crate::Llama) does not support are errors, and so are unknown ones. Settings may have
+    /// the names of transformers 4, those of transformers 5, or both. Absent settings have transformers' defaults.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, describes another model, or needs an unsupported computation. If two names of one
-    /// setting contradict each other. If the configuration is not valid.
+    /// If the file cannot be read, describes another model, or needs an unsupported computation; if two names of one
+    /// setting contradict each other; or if the configuration is not valid.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         read_config(folder.as_ref(), sizes, Self::validate)
     }
 }
 
-/// Returns the family that the settings name: `model_type`, or the class in older files.
+/// Returns the family that `model_type` names, or else the class, as in older files. Returns `None` for other models.
 pub(crate) fn family_of(settings: Settings<'_>) -> Result<Option<Family>, String> {
     let named = settings.word(&["model_type"], "")?;
     let mut all = Family::ALL.into_iter();
@@ -36,7 +36,7 @@ pub(crate) fn family_of(settings: Settings<'_>) -> Result<Option<Family>, String
     let classes = settings.given("architectures").and_then(Value::as_array);
     let mut classes = classes.into_iter().flatten().filter_map(Value::as_str);
     Ok(classes.find_map(|class| {
-        // The first Llamas had another spelling.
+        // The first Llama files spell the class differently.
         let class = class.replacen("LLaMA", "Llama", 1);
         Family::ALL
             .into_iter()
@@ -44,14 +44,14 @@ pub(crate) fn family_of(settings: Settings<'_>) -> Result<Option<Family>, String
     }))
 }
 
-/// Returns the names of all families in `config.json`.
+/// Lists the `model_type` of all families, for error messages.
 pub(crate) fn model_types() -> String {
     Family::ALL
         .map(|family| format!("{:?}", family.model_type()))
         .join(", ")
 }
 
-/// Settings that all families have.
+/// Settings that are read for all families.
 const COMMON: [&str; 20] = [
     "attention_bias",
     "head_dim",
@@ -75,7 +75,7 @@ const COMMON: [&str; 20] = [
     "vocab_size",
 ];
 
-/// Returns the settings that a family has in addition.
+/// Returns the other settings that are read for a family.
 fn more_settings(family: Family) -> &'static [&'static str] {
     match family {
         Family::Llama => &[],
@@ -240,7 +240,7 @@ fn sizes(settings: Settings<'_>) -> Result<LlamaConfig, String> {
     };
     let is_gemma = family.has_post_norms();
     let scores = scores(settings, family, layers)?;
-    // Scaled as by the number of elements of a head.
+    // A setting that equals the default, the number of elements of a head, is omitted.
     let own_scalar = head_dim.or(equal).map(|head_dim| head_dim as f64);
     Ok(LlamaConfig {
         layers,

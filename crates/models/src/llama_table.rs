@@ -8,9 +8,9 @@ use crate::{Llama, LlamaConfig, ParameterSpec};
 impl LlamaConfig {
     /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes match the family's class in Hugging Face's transformers, such as `LlamaForCausalLM`. Its heads
-    /// rotate the same halves against each other, and its fused matrices are also single parameters here. In both, a
-    /// tied head is not a separate parameter.
+    /// Names and shapes match the family's class in Hugging Face's transformers, such as `LlamaForCausalLM`. As there,
+    /// rotary positions rotate the two halves of a head against each other, a fused matrix is one parameter, and a tied
+    /// head is not a separate parameter.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let names = Names::of(self.variant.family);
@@ -60,7 +60,7 @@ pub(crate) struct Names {
     head: &'static str,
     /// The head's name in files.
     pub(crate) head_name: &'static str,
-    /// The table's name in files.
+    /// The embedding's name in files.
     pub(crate) table_name: &'static str,
 }
 

@@ -47,7 +47,7 @@ impl LlamaConfig {
         all
     }
 
-    /// Returns the settings that only this family has.
+    /// Returns the additional settings of the family.
     fn more_settings(&self, activation: &str) -> Value {
         let variant = &self.variant;
         let scalar = variant.scores.query_scalar;
@@ -58,7 +58,7 @@ impl LlamaConfig {
                 "partial_rotary_factor": self.rotated_share(),
                 "original_max_position_embeddings":
                     rope_json::original_of(variant.rope_scaling).unwrap_or(self.seq),
-                // The defaults are beyond small vocabularies.
+                // The default token may not be in a small vocabulary.
                 "pad_token_id": null,
             }),
             Family::Gemma2 => json!({
@@ -115,7 +115,7 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the rotated share of each head, from which transformers computes the same number of elements.
+    /// Returns the rotated share of each head, such that transformers computes the same number of rotated elements.
     fn rotated_share(&self) -> f64 {
         let (rotated, head_dim) = (self.rotated_dim(), self.head_dim() as f64);
         let share = rotated as f64 / head_dim;
@@ -145,7 +145,7 @@ fn without(family: Family) -> &'static [&'static str] {
     }
 }
 
-/// Returns a whole number without a decimal point, because transformers requires one.
+/// Returns a JSON number. Whole numbers have no decimal point, because transformers requires integers.
 fn whole(number: f64) -> Value {
     match number.fract() == 0.0 && number.abs() < 1e15 {
         true => json!(number as u64),

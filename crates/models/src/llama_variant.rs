@@ -13,9 +13,9 @@ pub struct LlamaVariant {
     pub family: Family,
     /// True if the head is tied to the embedding. Both are then one parameter.
     pub has_tied_head: bool,
-    /// The number that the norms add to the mean square, which prevents a division by zero for rows of zeros.
+    /// The number that norms add to the mean square or variance, which prevents a division by zero.
     pub norm_epsilon: f64,
-    /// The scaling of rotary positions for sequences longer than the original context length.
+    /// The scaling of rotary positions, for sequences longer than those that the model was first trained on.
     pub rope_scaling: RopeScaling,
     /// Number of elements of a head. `None` for `dim / heads`.
     pub head_dim: Option<usize>,
@@ -24,15 +24,15 @@ pub struct LlamaVariant {
     /// Base of the rotary positions in layers with a sliding window, which have no scaling. `None` for the same
     /// positions in all layers.
     pub local_rope_base: Option<usize>,
-    /// The biases that the family leaves open.
+    /// The biases that the family does not determine.
     pub biases: Biases,
     /// The activation of the MLP, or of its gate.
     pub activation: Activation,
     /// The choices of attention.
     pub scores: AttentionScores,
-    /// The bound `c` of the logits `c tanh(x / c)`.
+    /// The soft cap `c`, which changes a logit `x` to `c tanh(x / c)`. `None` for no cap.
     pub logit_softcap: Option<f64>,
-    /// True if attention and MLP have the same input.
+    /// True if attention and MLP both read the block's input, false if the MLP follows attention.
     pub is_parallel: bool,
 }
 
@@ -91,9 +91,9 @@ pub enum Activation {
     Silu,
     /// `x` times the probability that a standard normal variable is smaller.
     Gelu,
-    /// The same, approximated with `tanh`.
+    /// [`Gelu`](Self::Gelu), approximated with `tanh`.
     GeluTanh,
-    /// The same, approximated with the sigmoid of `1.702 x`.
+    /// [`Gelu`](Self::Gelu), approximated with the sigmoid of `1.702 x`.
     QuickGelu,
     /// The positive part.
     Relu,
@@ -102,7 +102,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Hugging Face's names. The first one of an activation is written.
+    /// Hugging Face's names. Of several names for an activation, the first is written.
     pub(crate) const NAMES: [(&'static str, Self); 12] = [
         ("silu", Self::Silu),
         ("swish", Self::Silu),
@@ -119,15 +119,15 @@ impl Activation {
     ];
 }
 
-/// The choices of attention, from scores to the keys that a query sees.
+/// The choices of attention: how scores are computed, and which keys a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AttentionScores {
     /// Scores are divided by the square root of this number. `None` for the number of elements of a head.
     pub query_scalar: Option<f64>,
-    /// The bound `c` of the scores `c tanh(x / c)`.
+    /// The soft cap `c`, which changes a score `x` to `c tanh(x / c)`. `None` for no cap.
     pub softcap: Option<f64>,
-    /// The layers that see only the last tokens.
+    /// The layers in which a query sees only the last tokens.
     pub window: SlidingWindow,
 }
 
@@ -170,8 +170,8 @@ impl SlidingWindow {
         }
     }
 
-    /// Returns the windows of size `size` of the layers for which `is_sliding` is true. Returns `None` if they follow
-    /// no rule that this type expresses.
+    /// Returns the rule that sets windows of `size` tokens in exactly the layers for which `is_sliding` is true, or
+    /// `None` if this type cannot express it.
     pub(crate) fn of_layers(size: usize, is_sliding: &[bool]) -> Option<Self> {
         let num_layers = is_sliding.len();
         if is_sliding.iter().all(|is_sliding| !is_sliding) {
@@ -189,7 +189,7 @@ impl SlidingWindow {
         layers.all(|(layer, expected)| self.of_layer(layer).is_some() == *expected)
     }
 
-    /// Returns the number of tokens of the windows.
+    /// Returns the number of tokens of a window, or `None` if no layer has one.
     pub(crate) fn size(self) -> Option<usize> {
         match self {
             Self::None => None,

@@ -34,7 +34,7 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
-    /// Creates the norm of rows of `dim` elements that keeps the scale of normalized rows.
+    /// Creates a norm for rows of `dim` elements, with parameters that leave normalized rows unchanged.
     pub(crate) fn new(config: &LlamaConfig, dim: usize, device: &Device) -> Self {
         let form = config.variant.family.norm();
         let (gamma, beta) = match form {
@@ -65,7 +65,7 @@ impl Norm {
         let normal = x / rms.cast(dtype);
         let scaled = normal.clone() * self.gamma.val().unsqueeze();
         match self.form {
-            // Not `normal * (gamma + 1)`: the sum would be one more value that belongs to a gathered weight.
+            // Not `normal * (gamma + 1)`: the sum would be another value derived from a gathered weight.
             NormForm::OnePlusScale => normal + scaled,
             NormForm::RootMeanSquare | NormForm::Layer => scaled,
         }

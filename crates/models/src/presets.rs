@@ -1,4 +1,4 @@
-//! Configurations that are known by their number of parameters.
+//! Configurations that are named by their approximate number of parameters.
 
 use crate::{GptConfig, LlamaConfig, LlamaVariant};
 
@@ -6,7 +6,7 @@ impl GptConfig {
     /// The names that [`preset`](Self::preset) accepts.
     pub const PRESETS: [&'static str; 5] = ["7b", "13b", "70b", "175b", "1t"];
 
-    /// Returns the configuration with this name.
+    /// Returns the configuration with this name, or `None` for an unknown name.
     #[must_use]
     pub fn preset(name: &str) -> Option<Self> {
         match name {
@@ -66,7 +66,7 @@ impl LlamaConfig {
     /// The names that [`preset`](Self::preset) accepts.
     pub const PRESETS: [&'static str; 7] = ["7b", "8b", "13b", "34b", "70b", "175b", "1t"];
 
-    /// Returns the configuration with this name.
+    /// Returns the configuration with this name, or `None` for an unknown name.
     #[must_use]
     pub fn preset(name: &str) -> Option<Self> {
         match name {

@@ -14,7 +14,7 @@ pub enum Remark {
     Excluded,
     /// Skipped, because it is not text, but for example an image, an archive, or weights.
     Binary,
-    /// Skipped, because it was already read through a link, or a link leads back to a folder that contains it.
+    /// Skipped, because it was already read under another path, or is a link to a folder that contains it.
     Again,
     /// Skipped: a broken link.
     BrokenLink,

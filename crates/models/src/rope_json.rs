@@ -48,11 +48,11 @@ pub(crate) struct Rope {
     pub(crate) scaling: RopeScaling,
     /// The rotated share of each head.
     pub(crate) share: f64,
-    /// The base in layers with a sliding window, if it is another setting.
+    /// The base in layers with a sliding window, if it is a separate setting.
     pub(crate) local_theta: Option<usize>,
 }
 
-/// What the settings of rotary positions depend on.
+/// The properties of a model that the settings of its rotary positions depend on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RopeContext {
     pub(crate) family: Family,
@@ -170,7 +170,7 @@ impl Rope {
     }
 }
 
-/// Refuses settings of a Gemma 3 that transformers reads for the other families only.
+/// Refuses settings of a Gemma 3 that transformers reads only for other families.
 fn refuse_ignored_by_gemma3(
     settings: Settings<'_>,
     older: Option<Settings<'_>>,
@@ -181,7 +181,7 @@ fn refuse_ignored_by_gemma3(
     };
     let kind = full.word(&ROPE_TYPE, "default")?;
     let [newer_name, older_name] = ROPE_TYPE;
-    // Transformers adds this object to one whose `rope_type` is "default".
+    // Transformers merges this object into one whose `rope_type` is "default".
     if older.is_some_and(|older| older.given(newer_name).is_none()) && kind != "default" {
         let expected = "the name `rope_type` for it";
         return refused(older_name, &full.shown(older_name), expected);
@@ -344,8 +344,8 @@ fn theta(settings: Settings<'_>, nested: Settings<'_>, family: Family) -> Result
     whole(family, ("rope_theta", theta))
 }
 
-/// Checks that transformers uses a number of a GPT-NeoX. It reads one name in the nested object, and otherwise another
-/// name in the outer one.
+/// Checks that transformers uses this number for a GPT-NeoX. It reads the name `inner` in the nested object, or else
+/// the name `outer` in the outer one.
 fn check_used_by_neox(
     settings: Settings<'_>,
     nested: Settings<'_>,
@@ -450,7 +450,7 @@ pub(crate) fn original_of(scaling: RopeScaling) -> Option<usize> {
     }
 }
 
-/// Returns the setting `rope_scaling` of a scaling.
+/// Returns a scaling as the value of `rope_scaling`.
 pub(crate) fn to_json(scaling: RopeScaling) -> Value {
     match scaling {
         RopeScaling::None => Value::Null,

@@ -5,7 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The scaling of rotary positions, with Hugging Face's names.
+/// The scaling of rotary positions, with Hugging Face's names. A plane is a pair of elements of a head that are rotated
+/// together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
@@ -54,9 +55,9 @@ pub enum RopeScaling {
     /// other factors.
     #[serde(rename = "longrope")]
     LongRope {
-        /// The factors within the original context length.
+        /// The factors for sequences within the original context length.
         short_factor: RopeFactors,
-        /// The factors beyond it.
+        /// The factors for longer sequences.
         long_factor: RopeFactors,
         /// The factor on rotated queries and keys.
         attention_factor: f64,
@@ -71,7 +72,7 @@ pub enum RopeScaling {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeFactors(&'static [f64]);
 
-/// The lists that exist.
+/// All lists so far.
 static LISTS: Mutex<Vec<&'static [f64]>> = Mutex::new(Vec::new());
 
 impl RopeFactors {
@@ -107,8 +108,8 @@ impl<'de> Deserialize<'de> for RopeFactors {
 }
 
 impl RopeScaling {
-    /// Returns a number that changes where a longer sequence changes the rotations of its tokens. `longest` is the
-    /// model's maximum length.
+    /// Returns a number for sequences of `length` tokens. It differs between lengths with different rotations.
+    /// `longest` is the model's maximum length.
     pub(crate) fn epoch(self, [length, longest]: [usize; 2]) -> usize {
         match self {
             Self::Dynamic { .. } => length.max(longest),
@@ -180,8 +181,7 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the speed of a plane whose unscaled speed is `speed`, if scaling treats all planes alike or by their
-    /// speed.
+    /// Returns the speed of a plane whose unscaled speed is `speed`, if the scaling depends only on the speed.
     fn scaled(self, speed: f64) -> f64 {
         match self {
             Self::Linear { factor } => speed / factor,

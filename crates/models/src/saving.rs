@@ -19,10 +19,10 @@ use crate::{Gpt, Gpt2, Llama, ModelError, ParameterSpec};
 
 impl Gpt {
     /// Writes the weights as safetensors, with the names and layout of the model's
-    /// [table](crate::GptConfig::parameters), which match the PyTorch program.
+    /// [table](crate::GptConfig::parameters).
     ///
-    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
-    /// of the file that it replaces, or the default permissions of new files.
+    /// The weights are written to a temporary file in the same folder, which is renamed when complete. The file gets
+    /// the permissions of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///
@@ -34,10 +34,10 @@ impl Gpt {
 
 impl Llama {
     /// Writes the weights as safetensors, with the names and layout of the model's
-    /// [table](crate::LlamaConfig::parameters), which match Hugging Face's `LlamaForCausalLM`.
+    /// [table](crate::LlamaConfig::parameters), which match the family's class in Hugging Face's transformers.
     ///
-    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
-    /// of the file that it replaces, or the default permissions of new files.
+    /// The weights are written to a temporary file in the same folder, which is renamed when complete. The file gets
+    /// the permissions of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///
@@ -51,8 +51,8 @@ impl Gpt2 {
     /// Writes the weights as safetensors, with the names and layout of the model's
     /// [table](crate::Gpt2Config::parameters), which match Hugging Face's `GPT2LMHeadModel`.
     ///
-    /// The file is written to a temporary file in the same folder and renamed when complete. It gets the permissions
-    /// of the file that it replaces, or the default permissions of new files.
+    /// The weights are written to a temporary file in the same folder, which is renamed when complete. The file gets
+    /// the permissions of the file that it replaces, or the default permissions of new files.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! The settings of a `config.json`, by name, as transformers reads them.
 //!
-//! An absent setting has transformers' default. A setting that is null, or has a type that transformers does not
-//! accept, is an error. Guessing its meaning could silently change the mathematics.
+//! An absent setting has transformers' default. A value that transformers does not accept for a setting, such as null
+//! or another type, is an error, because guessing its meaning could silently change the mathematics.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -27,7 +27,7 @@ impl<'a> Settings<'a> {
         Self { map }
     }
 
-    /// Returns no settings.
+    /// Returns the settings of an empty object.
     pub(crate) fn empty() -> Self {
         static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
         Self { map: &EMPTY }
@@ -54,16 +54,16 @@ impl<'a> Settings<'a> {
         all.map(|(name, value)| (name.as_str(), value))
     }
 
-    /// Returns true if a setting is itself an object.
+    /// Returns true if any setting is an object.
     pub(crate) fn has_objects(&self) -> bool {
         self.map.values().any(Value::is_object)
     }
 
-    /// Returns the value of a setting that has several names.
+    /// Returns a setting that may have several names, with the name that it has.
     ///
     /// # Errors
     ///
-    /// If two of them have different values, because versions of transformers differ in which name takes precedence.
+    /// If two names have different values, because versions of transformers differ in which name takes precedence.
     fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
         let there = names
             .iter()
@@ -232,8 +232,8 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// Returns an error for the first setting that a model does not support. Each has a name, whether it differs from what
-/// the model supports, and what that is.
+/// Returns an error for the first setting that a model does not support. Each entry of `asked` contains a name, true if
+/// the value is unsupported, and the supported value.
 pub(crate) fn refuse(
     model: &str,
     settings: Settings<'_>,

@@ -204,7 +204,7 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// Reads elements by their position in the file.
+    /// Reads elements into `bytes`, by their position in the file's tensor.
     fn ask(&mut self, range: Range<usize>, traffic: &mut Traffic) -> io::Result<()> {
         let size = self.tensor.dtype.size();
         self.bytes.resize(range.len() * size, 0);

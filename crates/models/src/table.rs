@@ -1,6 +1,6 @@
 //! The parameters of each model, with their names here and in files for other programs.
 //!
-//! Only this table knows both names. All code that reads or writes such files uses it.
+//! Only this table contains both names. All code that reads or writes such files uses it.
 
 use crate::{Gpt, Gpt2, Gpt2Config, GptConfig};
 
@@ -11,7 +11,7 @@ pub struct ParameterSpec {
     pub path: String,
     /// Name in files, such as `blocks.0.ln1.weight`.
     pub name: String,
-    /// Shape in files. Weights of linear layers are `[out, in]`.
+    /// Shape in files. Weights of linear layers are `[out, in]`, except in GPT-2.
     pub shape: Vec<usize>,
     /// True if the module has the two dims in the opposite order: weights of Burn's linear layers are `[in, out]`.
     pub is_transposed: bool,
@@ -32,7 +32,8 @@ impl ParameterSpec {
 impl GptConfig {
     /// Returns all parameters in the order in which the forward pass uses them.
     ///
-    /// Names and shapes match the usual PyTorch program, whose modules are named like the fields of [`Gpt`].
+    /// Names and shapes are those of a PyTorch model whose modules are named like the fields of [`Gpt`], such as
+    /// `blocks.0.ln1.weight`.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, wide) = (self.dim, 4 * self.dim);
@@ -100,7 +101,7 @@ impl Gpt2Config {
     }
 }
 
-/// A module whose own shapes determine its table.
+/// A module that determines the table of its parameters.
 pub(crate) trait HasTable {
     /// Returns the table of the module's parameters.
     fn table(&self) -> Vec<ParameterSpec>;

@@ -64,7 +64,8 @@ impl ByteText {
     ///
     /// # Errors
     ///
-    /// If the path does not exist, cannot be read, or contains less than 4 bytes of text.
+    /// If the path does not exist, is neither a file nor a folder, cannot be read, or contains fewer than 4 bytes of
+    /// text.
     pub fn read(path: impl AsRef<Path>, max_bytes: usize) -> Result<Self, ModelError> {
         Self::read_without(path, max_bytes, &|_| false)
     }

@@ -176,8 +176,7 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         let most = Marked::of(&bytes).map_or(left, |marked| marked.most_bytes(left));
-        // With half a file, the text would depend on when reading failed. So a file is appended only when it is
-        // complete.
+        // A file is appended only after all of it was read. Otherwise, the text would depend on where reading failed.
         let rest = most.saturating_sub(bytes.len()) as u64;
         file.by_ref().take(rest).read_to_end(&mut bytes)?;
         let mut beyond = file.metadata()?.len().saturating_sub(bytes.len() as u64);

@@ -82,8 +82,8 @@ impl ByteText {
     ///
     /// # Errors
     ///
-    /// If the tokenizer has no token for a part of the text, or for the whole training or held-out part. If most of
-    /// the text is not UTF-8 or unknown to the tokenizer.
+    /// If the tokenizer rejects a part of the text, if the training or held-out part has no tokens, or if most of the
+    /// text is not UTF-8 or is unknown to the tokenizer.
     pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
         let [training, held_out] = self.parts();
         let (training, held_out, num_replaced) = if self.num_held_out() > 0 {
@@ -175,7 +175,7 @@ impl Tokens {
         (self, rest)
     }
 
-    /// Counts the characters before byte `start` of the text that have no token.
+    /// Counts the characters between the last token and byte `start` of the text, which have no token.
     fn skip_to(&mut self, text: &str, start: usize) {
         let without = text.get(self.end..start).unwrap_or_default();
         let is_seen = |char: &char| !char.is_whitespace() && !char.is_control();
@@ -204,7 +204,8 @@ struct Window {
     begin: usize,
 }
 
-/// Returns the tokens of a text, the same as for the text as a whole.
+/// Tokenizes a text in pieces. The tokens are the same as for the text as a whole, unless a megabyte of it has no word
+/// boundary.
 ///
 /// The tokenizer receives pieces, each with its surroundings. Two neighboring pieces have common tokens there and
 /// are joined at one of them, so the ends of pieces have no effect. `cut` is the byte at which the tokens are divided
@@ -332,7 +333,7 @@ fn around(text: &str, piece: &Range<usize>, sizes: Pieces) -> Range<usize> {
     text.floor_char_boundary(start)..text.ceil_char_boundary(end)
 }
 
-/// Cuts a text at the ends of lines, or at characters if a line is longer than a piece should be.
+/// Cuts a text at the ends of lines, or at character boundaries if a line is too long for a piece.
 fn pieces(text: &str, bytes: usize) -> Vec<Range<usize>> {
     let mut pieces = Vec::new();
     let mut start = 0;
@@ -493,7 +494,7 @@ mod tests {
 
     #[test]
     fn a_line_without_end_is_tokenized_in_bounded_pieces() {
-        // Pairs of letters counted from the start of a text, in which no two pieces agree.
+        // Letters are paired from the start of each piece, so no two pieces agree.
         let mut json = without_words();
         json["model"]["vocab"]["zz"] = 99.into();
         json["model"]["merges"]

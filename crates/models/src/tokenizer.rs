@@ -286,7 +286,7 @@ pub enum TextCodec {
 }
 
 impl TextCodec {
-    /// Returns the minimum vocabulary size of a model.
+    /// Returns the minimum vocabulary size of a model with these tokens.
     #[must_use]
     pub fn num_ids(&self) -> usize {
         match self {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
-/// A prime, so the synthetic tokens visit the whole vocabulary.
+/// A prime, so the synthetic tokens visit the whole vocabulary unless its size is a multiple.
 const SYNTHETIC_STRIDE: usize = 7919;
 
 /// An endless sequence of tokens.
@@ -99,7 +99,8 @@ impl TokenStream {
         }
     }
 
-    /// Returns the number of tokens before the stream repeats itself, or `None` if it does not.
+    /// Returns the number of tokens of a text, after which the stream starts again. Returns `None` for synthetic
+    /// tokens.
     #[must_use]
     pub fn period(&self) -> Option<usize> {
         match self {
@@ -156,13 +157,14 @@ impl Batches {
     }
 
     /// Returns the number of rows of `seq` tokens in one pass over the stream, in which no token and no target occurs
-    /// twice. Returns `None` if the stream does not repeat itself.
+    /// twice. Returns `None` for synthetic tokens.
     #[must_use]
     pub fn num_whole_rows(&self) -> Option<usize> {
         Some(self.num_targets()? / self.seq)
     }
 
-    /// Returns the tokens after the [whole rows](Self::num_whole_rows) as a shorter row, or `None` if there are none.
+    /// Returns the tokens after the [whole rows](Self::num_whole_rows) as a shorter row. Returns `None` if there are
+    /// none, and for synthetic tokens.
     #[must_use]
     pub fn rest(&self) -> Option<Rows> {
         let targets = self.num_targets()?;

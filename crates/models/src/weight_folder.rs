@@ -60,8 +60,8 @@ impl WeightFolder {
         }
     }
 
-    /// Checks that a file has the needed tensors that the index assigns to it. This prevents a tensor from being read
-    /// from another file.
+    /// Checks that a file has exactly the needed tensors that the index assigns to it. Otherwise, a tensor could be
+    /// read from the wrong file.
     pub(crate) fn check<'a>(
         &self,
         file: &Path,
@@ -89,7 +89,7 @@ impl WeightFolder {
     }
 }
 
-/// Files of other programs, and how to convert them.
+/// Files that are not a model in safetensors: the start and the end of the name, and a description.
 const OTHER_FORMS: [(&str, &str, &str); 7] = [
     ("adapter_model", "", "a PEFT adapter without its base model"),
     ("pytorch_model", ".bin", "in PyTorch's format"),

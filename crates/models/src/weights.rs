@@ -16,15 +16,14 @@ use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors with the weights of one model, with the names and layout of its [table](Architecture::parameters).
-/// They are one file, or a folder in Hugging Face's format that may have several files and an index.
+/// The weights of one model in safetensors, with the names and layout of its [table](Architecture::parameters). They
+/// are in one file, or in a folder in Hugging Face's format, which may have several files and an index.
 ///
 /// The files must have all weights of the model and no weights of another model. Tensors that follow from the sizes
 /// are ignored, and so are heads for other tasks. A tied head may be present in addition to the embedding if both are
 /// equal, or instead of it.
 ///
-/// The only constructor is [`open`](Self::open). It reads the headers and compares them with the model, so
-/// [`load`](Self::load) can only fail because of the disk.
+/// The only constructor is [`open`](Self::open). It reads the headers and compares them with the model.
 #[derive(Debug)]
 pub struct WeightsFile<A: Architecture = GptConfig> {
     path: PathBuf,
@@ -71,8 +70,8 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file cannot be read, is not well-formed, or if a tensor is missing, unexpected, or has a different shape or
-    /// type.
+    /// If the configuration is not valid, if a file cannot be read or is not well-formed, or if a tensor is missing,
+    /// unexpected, or has a different shape or an unsupported type.
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
         let path = path.into();
@@ -240,7 +239,8 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// # Errors
     ///
-    /// If a file can no longer be read or has changed since it was opened.
+    /// If a file can no longer be read or has changed since it was opened, or if a tied head has other values than the
+    /// embedding.
     pub fn load(&self, device: &Device) -> Result<A::Model, ModelError> {
         let mut model = self.config.blank(device)?;
         let mut tensors = Vec::new();
@@ -299,7 +299,7 @@ fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
     Ok((opened, header))
 }
 
-/// Returns the tensors of a file or folder, with the table's names.
+/// Returns the tensors of a file or folder, by the table's name.
 fn found_in<A: Architecture>(
     path: &Path,
     config: &A,
@@ -354,7 +354,7 @@ fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
     }
 }
 
-/// Returns the reason why a model does not have a tensor, if its name shows the reason.
+/// Returns the remedy for a tensor that the model does not have, after the reason if the name shows it.
 fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
     let table = config.parameters();
     let has = |name: &str| {

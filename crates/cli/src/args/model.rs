@@ -1,4 +1,4 @@
-//! The model of a training run, and its data.
+//! The arguments of the model and its data.
 
 use std::path::PathBuf;
 
@@ -63,7 +63,7 @@ pub(crate) struct ModelArgs {
     pub(crate) lora_alpha: Option<f64>,
 }
 
-/// The architectures that are trained.
+/// The architectures that `train` supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrainedModelArg {
     /// Learned positions, layer norms, plain MLPs, untied head
@@ -80,8 +80,8 @@ pub(crate) struct DataArgs {
     /// Text file or folder to train on [default: Burn's source code]
     ///
     /// Only the first 16 MiB are read. --seed selects the text windows. The last 5 % of the text is held out for
-    /// evaluation. Of Burn's source code, which cargo has downloaded, every 20th file is held out. Hidden files, binary
-    /// files and files of this run are skipped and counted.
+    /// evaluation. Of Burn's source code, as downloaded by cargo, every 20th file is held out instead. Hidden files,
+    /// binary files and files of this run are skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
     /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]

@@ -60,7 +60,7 @@ pub(crate) struct OptimizerArgs {
     pub(crate) momentum: Option<f32>,
 }
 
-/// The optimizers that a run can have.
+/// The choices of `--optimizer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum OptimizerName {

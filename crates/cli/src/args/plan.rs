@@ -55,9 +55,9 @@ pub(crate) struct PlanArgs {
         help_heading = DEVICES
     )]
     pub(crate) strategy: PlannedStrategyArg,
-    /// Number of units to gather before their use
+    /// Number of units to gather in advance
     ///
-    /// `train` uses 1 with processes and 0 with threads.
+    /// By default, `train` uses 1 with processes and 0 with threads.
     #[arg(
         long,
         value_name = "UNITS",
@@ -71,7 +71,7 @@ pub(crate) struct PlanArgs {
     /// The type of gathered parameters and of activations. Sharded parameters are f32.
     #[arg(long, value_enum, help_heading = MEMORY)]
     pub(crate) precision: Option<PrecisionArg>,
-    /// What to recompute in backward; `full` if no value is given
+    /// What to recompute in backward; the flag without a value means `full`
     ///
     /// `selective` conflicts with --compile.
     #[arg(

@@ -1,4 +1,4 @@
-//! The commands for a saved step.
+//! The arguments of the commands for a saved step.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub(crate) struct ConsolidateArgs {
     /// Output format
     #[arg(long, value_enum, default_value_t = FormatArg::Safetensors)]
     pub(crate) format: FormatArg,
-    /// Names and layout of the tensors [default: torch for the models of this command, else burn]
+    /// Names and layout of the tensors [default: torch for whole models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
     /// With --format hugging-face: copy tokenizer, generation settings and token ids from this folder
@@ -90,7 +90,7 @@ pub(crate) struct GenerateArgs {
     /// Compute threads per rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
-    /// Maximum time that a rank waits for the others in one operation
+    /// Maximum time that a rank waits for the others in one collective operation
     #[arg(
         long,
         value_name = "SECONDS",

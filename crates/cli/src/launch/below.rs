@@ -2,8 +2,8 @@
 //!
 //! A training run receives one signal directly, at any depth. The processes in between (shells, `timeout`, `mpirun`)
 //! receive none, and end as usual when the training run has ended. If there is no process of this program, the
-//! command's whole process group receives the signal instead, as from a terminal. A process that the signal deprives of
-//! its parent receives it at the next check.
+//! command's whole process group receives the signal instead, as from a terminal. A process whose parent is ended by
+//! the signal receives it at the next check.
 //!
 //! A script may continue for a short time after its training run. If it takes longer, the process group receives the
 //! signal after all. A process that survives the signal must have trapped it, and receives nothing more until the user
@@ -44,9 +44,9 @@ pub(super) struct Below {
     is_group_told: bool,
     /// The processes of other programs that existed when the order came.
     known: HashSet<Image>,
-    /// When, after the order, no training run was left.
+    /// The time when no training run was left after the order; `None` while there is one.
     over_since: Option<Instant>,
-    /// When the first order to end at once came.
+    /// The time of the first order to end at once.
     at_once_since: Option<Instant>,
     /// True once the remaining processes were killed.
     has_killed: bool,
@@ -62,7 +62,7 @@ struct Seen {
     others: Vec<Process>,
 }
 
-/// The processes that a command left behind.
+/// The counts of processes that a command left behind.
 pub(super) struct Left {
     /// The number of processes to wait for: those of this program, and those that received the order.
     pub(super) num_awaited: usize,
@@ -88,7 +88,8 @@ impl Below {
         }
     }
 
-    /// Passes an order on to all processes, once.
+    /// Passes a new order on to the training runs. Without a training run, or if the order is to end at once, also
+    /// passes it on to the process group.
     pub(super) fn obey(&mut self, order: Order) {
         self.order = Some(order);
         let is_at_once = matches!(order, Order::AtOnce(_));
@@ -107,7 +108,8 @@ impl Below {
         }
     }
 
-    /// Passes an existing order on to processes that did not exist before or that have lost their parent.
+    /// Passes an existing order on to processes that did not exist before or that have lost their parent. Some time
+    /// after an order to end at once, kills all that remain.
     pub(super) fn tell_late(&mut self) {
         if self.order.is_none() {
             return;
@@ -141,7 +143,7 @@ impl Below {
         self.order.is_some()
     }
 
-    /// Returns the processes that the command left behind.
+    /// Counts the processes that the command left behind.
     pub(super) fn left(&mut self) -> Left {
         self.awaited.retain(Process::is_alive);
         let awaited = &self.awaited;

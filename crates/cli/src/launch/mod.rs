@@ -68,7 +68,7 @@ const INPUT: i32 = 2;
 /// The time between two checks for the end of the command.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The time between two checks of the processes below, while the command is ending.
+/// The time between two checks of the processes below, after an order or the end of the command.
 const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
 /// Time in which a process that the command leaves behind may still become a training run: `setsid` and `nohup` leave a

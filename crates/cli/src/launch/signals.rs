@@ -55,7 +55,8 @@ impl Signals {
         }
     }
 
-    /// Takes the signals that have arrived since the last call.
+    /// Returns the order of the signals that have arrived since the last call. Returns `None` if there are none, or if
+    /// they belong to the first request.
     pub(super) fn take(&self) -> Option<Order> {
         let flags = self.flags.iter();
         let come = flags.filter(|(_, flag)| flag.swap(false, Ordering::Relaxed));

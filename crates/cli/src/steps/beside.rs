@@ -1,4 +1,4 @@
-//! The tokenizer and text-ending tokens in a Hugging Face folder, in addition to the model.
+//! The tokenizer, generation settings and token ids of a Hugging Face folder, which are copied with a model.
 
 use std::fs;
 use std::path::Path;

@@ -18,7 +18,7 @@ use crate::steps::beside::Beside;
 use crate::steps::open::with_step;
 use crate::steps::peft;
 
-/// Writes the model of a step as plain safetensors.
+/// Writes the model of a step as plain safetensors or as a Hugging Face folder.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
     let written = with_step(&args.step, |step| write(&args, &step))?;
     console::answer(format_args!(

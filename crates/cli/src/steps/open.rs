@@ -23,7 +23,7 @@ pub(crate) fn with_step<T>(
         let mut opened = path.to_owned();
         let result = open(&folder, is_folder, path).and_then(|step| {
             opened = step.path().to_owned();
-            // Reading the step reports its errors.
+            // If the step cannot be held, reading it reports the error.
             let _ = step.hold();
             read(step)
         });

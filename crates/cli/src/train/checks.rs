@@ -1,5 +1,5 @@
-//! Checks of a run before it starts: flags that compiled steps do not support, token counts that overflow, and runs
-//! that do not fit into memory.
+//! Checks of a run before it starts: flags that compiled steps do not support, f16 reduction without loss scaling,
+//! token counts that overflow, and runs that do not fit into memory.
 
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;

@@ -135,10 +135,10 @@ fn traced<A: Architecture>(
     Ok(kernels().describe(graph)?)
 }
 
-/// Proves the plans of a run's steps, and prints the result. Three kinds of steps have separate plans: the first step,
-/// whose optimizer has no state, all later steps, and steps with a learning rate of zero, in which optimizers omit
-/// operations. The plans are created for the model, rows and tokens of a rank. The proof uses the first of several
-/// small shapes at which a narrower model does the same operations.
+/// Proves the plans of a run's steps, and prints the result. Up to four kinds of steps have separate plans, because the
+/// optimizer has no state in the first step, and omits operations if the learning rate is zero. The plans are created
+/// for the model, rows and tokens of a rank. The proof uses the first of several small shapes at which a narrower model
+/// does the same operations.
 fn prove<A: Architecture>(
     sizes: A,
     config: &TrainConfig,

@@ -74,7 +74,7 @@ pub(crate) struct TrainConfig {
     /// run without files to save or remove, which a signal ends like any other process.
     pub(crate) stop: Option<Arc<AtomicBool>>,
     pub(crate) deadline: Duration,
-    /// What ranks compare in each operation.
+    /// What ranks compare in each collective operation.
     pub(crate) check: Check,
     pub(crate) fault: Option<Fault>,
     pub(crate) metrics: Option<PathBuf>,
@@ -96,7 +96,7 @@ pub(crate) struct Sharding {
     pub(crate) strategy: Strategy,
     /// Number of copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
-    /// True if each machine gets one copy of the shards.
+    /// True if each machine has one copy of the shards.
     pub(crate) is_by_host: bool,
     pub(crate) prefetch: Option<usize>,
     /// Minimum number of parameters in a unit; if `None`, the blocks are the units.
@@ -224,13 +224,13 @@ impl TrainConfig {
         checkpoints.map_or(Duration::ZERO, |checkpoints| checkpoints.save_deadline)
     }
 
-    /// Returns true if a signal has told the run to end.
+    /// Returns true if a signal or the end of `launch` has told the run to stop.
     pub(crate) fn is_stopped(&self) -> bool {
         let stop = self.stop.as_ref();
         stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
-    /// Returns the total number of steps, including unmeasured ones.
+    /// Returns the total number of steps, including the warmup.
     pub(crate) fn num_steps(&self) -> usize {
         self.warmup + self.steps
     }
@@ -274,13 +274,13 @@ impl TrainConfig {
         }
     }
 
-    /// Returns the rows of each global batch that a rank takes.
+    /// Returns a rank's rows of each global batch.
     pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
         let rows = self.batch / self.ranks.number();
         rank * rows..(rank + 1) * rows
     }
 
-    /// Returns the rows of each global batch that a rank takes in a micro-batch.
+    /// Returns a rank's rows of each global batch in the micro-batch with number `micro`.
     pub(crate) fn micro_rows_of(&self, rank: usize, micro: usize) -> std::ops::Range<usize> {
         let rows = self.batch / self.ranks.number() / self.step.accumulate;
         let start = self.rows_of(rank).start + micro * rows;
@@ -311,7 +311,7 @@ fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, args: &TrainingArgs, is_
     }
 }
 
-/// Finds the tokenizer, unless text is read as bytes.
+/// Finds the codec: a tokenizer, or bytes.
 fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     if args.data.synthetic {
         return Ok(Chosen::none());
@@ -429,7 +429,7 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
     })
 }
 
-/// Returns the dtype for a precision; `None` for the dtype in which the model is built anyway.
+/// Returns the dtype for a precision; `None` for f32, in which the model is built.
 fn float(float: Float) -> Option<FloatDType> {
     match float {
         Float::F32 => None,

@@ -84,8 +84,8 @@ fn draw_into(
     Ok(())
 }
 
-/// Returns, for each loss, the mean of this loss and up to `reach` losses before it, but none after it. The first
-/// losses fall fast, and the last loss has no successors.
+/// Returns, for each loss, the mean of this loss and up to `reach` losses on each side. Each mean includes at most as
+/// many later losses as earlier ones, because the first losses fall fast.
 fn smoothed(losses: &[(usize, f64)], reach: usize) -> Vec<(usize, f64)> {
     let mean = |(index, &(step, _)): (usize, &(usize, f64))| {
         let before = reach.min(index);

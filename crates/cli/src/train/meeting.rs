@@ -9,7 +9,7 @@ use burn_fsdp::internals::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendez
 use crate::error::RankError;
 use crate::train::ranks::Ranks;
 
-/// How the ranks meet to save.
+/// The rendezvous in which the ranks save.
 ///
 /// This rendezvous is separate from the training's process groups. A disk may therefore take longer than ranks wait for
 /// each other in a step, and a failed save does not affect the training.

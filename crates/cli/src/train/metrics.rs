@@ -67,7 +67,8 @@ impl Metrics {
         open.first_failure(written)
     }
 
-    /// Syncs the written lines to disk, so every saved step has its metrics.
+    /// Syncs the written lines to disk, so every saved step has its metrics. Like [`write`](Self::write), returns the
+    /// first failure as a warning.
     pub(crate) fn sync(&mut self) -> Option<String> {
         let open = self.0.as_mut()?;
         let synced = match open.end {

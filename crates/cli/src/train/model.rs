@@ -11,7 +11,7 @@ use crate::train::config::TrainConfig;
 use crate::train::ranks;
 use crate::weights;
 
-/// Writes the initial weights, recreated from the same seed or file.
+/// Writes the initial weights if `--save-init` is set. They are recreated from the same seed or file.
 pub(crate) fn save_initial(config: &TrainConfig) -> Result<(), ModelError> {
     match config.model {
         ModelConfig::Gpt(sizes) => save_initial_of(sizes, config),

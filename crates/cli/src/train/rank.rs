@@ -175,8 +175,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the step to trace: the first measured step, but not one of the run's first two steps, which include
-    /// setup, unless there are no others.
+    /// Returns the step to trace: the first measured step or the third step of this run, whichever is later, because
+    /// the first two include setup. A shorter run traces its last step.
     fn traced_step(&self, first_step: usize) -> Option<usize> {
         self.config.trace.as_ref()?;
         let last = self.config.num_steps().checked_sub(1)?;

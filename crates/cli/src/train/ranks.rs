@@ -13,7 +13,7 @@ use burn_fsdp::{DeviceName, LaunchConfig, ProcessGroup};
 use crate::error::{InputError, RankError};
 use crate::host;
 
-/// Default number of threads.
+/// Default number of ranks that are threads.
 const THREADS: usize = 2;
 
 /// The ranks of a run, and their location.
@@ -58,7 +58,7 @@ impl Ranks {
         }
     }
 
-    /// Returns the compute threads of each rank. `given` is the number that the user specified, if any.
+    /// Returns the number of compute threads of each rank. `given` is the number that the user specified, if any.
     pub(crate) fn threads_of_each(&self, given: Option<usize>) -> Result<usize, InputError> {
         if given == Some(0) {
             return Err(InputError::Zero { flag: "--threads" });
@@ -115,7 +115,7 @@ impl Ranks {
     }
 }
 
-/// Returns the default number of threads, which is one under a launcher that started one process.
+/// Returns the default number of ranks that are threads. It is one under a launcher that started one process.
 fn threads() -> usize {
     let sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
     let is_one = |name| env::var(name).is_ok_and(|size| size == "1");

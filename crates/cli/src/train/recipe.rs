@@ -30,7 +30,7 @@ pub(crate) struct Recipe {
     numbers: Numbers,
     /// The parameters without weight decay, as specified by the user.
     no_decay: Vec<String>,
-    /// All trained parameters.
+    /// All parameters of the model, without adapters.
     members: Vec<Member>,
 }
 
@@ -44,7 +44,7 @@ struct Numbers {
     weight_decay: f32,
 }
 
-/// A trained parameter.
+/// A parameter of the model.
 #[derive(Debug, Clone)]
 struct Member {
     path: String,
@@ -81,7 +81,7 @@ impl Numbers {
 
 /// The optimizers with these hyperparameters.
 impl Numbers {
-    /// Returns the weight decay that Burn adds to gradients, or that Muon applies.
+    /// Returns the weight decay that Burn adds to gradients, or that Muon applies. Returns `None` if it is 0.
     fn decay(self) -> Option<WeightDecayConfig> {
         (self.weight_decay > 0.0).then(|| WeightDecayConfig::new(self.weight_decay))
     }
@@ -361,7 +361,7 @@ fn put(
     }
 }
 
-/// Returns the parameters of a model, each with whether it is in a block.
+/// Returns the parameters of a model, each with true if it is in a block.
 fn table<A: Architecture>(sizes: A) -> Vec<(ParameterSpec, bool)> {
     let blocks = Pattern::new(A::BLOCKS);
     let table = sizes.parameters().into_iter();
@@ -410,7 +410,7 @@ fn check_rate(rate: f64) -> Result<(), InputError> {
     }
 }
 
-/// Checks the hyperparameters, and that the optimizer has those that were specified.
+/// Resolves and checks the hyperparameters. Rejects one that the optimizer does not have.
 fn numbers(args: &OptimizerArgs) -> Result<Numbers, InputError> {
     let name = args.optimizer;
     let fraction = |value: f32| (0.0..1.0).contains(&value);

@@ -102,7 +102,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
 }
 
-/// An input error that a rank of this process met.
+/// An input error that a rank of this process found.
 static INPUT_PROBLEM: OnceLock<String> = OnceLock::new();
 
 /// The initial state of this process's ranks.
@@ -173,8 +173,8 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
 /// The last signal received.
 static ENDED_BY: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
 
-/// Ends this process by the signal that ended its run, if nothing was saved. The process has removed its files, and
-/// ends as if the signal had had its default effect.
+/// Ends this process by the signal that ended its run, if it has no checkpoint folder. The process has removed its
+/// files, and ends as if the signal had had its default effect.
 fn end_by_signal(config: &TrainConfig) {
     if config.checkpoints.is_none() && config.is_stopped() {
         let signal = ENDED_BY.load(Ordering::Relaxed) as i32;

@@ -1,4 +1,4 @@
-//! The checkpoint folder of a run. It is locked before training starts, and held until the end of the run.
+//! The checkpoint folder of a run. It is locked from before the training until the end of the run.
 
 use std::env;
 use std::num::NonZeroUsize;
@@ -25,7 +25,7 @@ use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// Maximum delay until a file from another machine is visible.
+/// Maximum wait until a file from another machine is visible.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Time for which a restarted run waits for the end of the previous run.
@@ -44,7 +44,7 @@ struct Found {
     token: Option<String>,
     /// Number of the step to resume from.
     step: Option<u64>,
-    /// Damaged steps that were skipped.
+    /// Numbers of damaged steps that were skipped.
     skipped: Vec<u64>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct CheckpointConfig {
 
 impl CheckpointConfig {
     /// Checks the arguments. In the process of rank 0, also locks the folder for the lifetime of the run, and finds the
-    /// step to resume from. Other processes learn it through [`agree`](Self::agree).
+    /// step to resume from. Other processes receive it in [`agree`](Self::agree).
     pub(crate) fn new(
         args: CheckpointArgs,
         ranks: &Ranks,

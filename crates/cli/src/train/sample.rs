@@ -8,7 +8,7 @@ use crate::text::{Sample, TEMPERATURE};
 use crate::train::config::TrainConfig;
 use crate::train::data::Data;
 
-/// Maximum number of held-out tokens that are the sample's prompt.
+/// Maximum number of held-out tokens in the sample's prompt.
 const MAX_PROMPT_TOKENS: usize = 32;
 
 /// Returns true if a run ends with a sample.

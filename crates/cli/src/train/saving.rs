@@ -147,8 +147,8 @@ impl<'a> Saving<'a> {
         self.tell();
     }
 
-    /// Waits for the last save, and retries it once if it is of the last step and fails. Returns the newest saved step,
-    /// and a message if the last save failed.
+    /// Waits for the current save. If `is_of_last`, it is of the last step and is retried once after a failure. Returns
+    /// the newest saved step, and a message if the save of the last step failed.
     ///
     /// Uses no collectives of the training, because a disk may be slow.
     pub(crate) fn finish(

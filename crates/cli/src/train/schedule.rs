@@ -10,7 +10,7 @@ use crate::error::InputError;
 /// Learning rate at the end of a cosine schedule, as a fraction of the peak.
 const COSINE_FLOOR: f64 = 0.1;
 
-/// By default, `wsd` falls over this part of all steps.
+/// By default, the number of steps over which `wsd` falls is all steps divided by this number, rounded up.
 const WSD_PART: usize = 10;
 
 /// A learning rate that rises linearly, then stays or falls.
@@ -47,8 +47,8 @@ impl Schedule {
         })
     }
 
-    /// Returns the rate of a step that falls linearly over the last `fall` steps. The first of them has the peak, and
-    /// the step after the last would have 0.
+    /// Returns the rate of a step, for a rate that falls linearly over the last `fall` steps. The first of them has the
+    /// peak, and the step after the last would have 0.
     fn falling(&self, step: usize, fall: usize) -> f64 {
         let left = self.total.saturating_sub(step);
         self.peak * (left as f64 / fall.max(1) as f64).min(1.0)

@@ -39,13 +39,14 @@ pub(crate) struct Division {
     pub(crate) ranks: usize,
 }
 
-/// The settings by flag, as given or by default, and the tokenizer as earlier versions saved it.
+/// The settings by flag, as specified or by default, and the tokenizer as earlier versions saved it.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>, Value);
 
 impl Settings {
-    /// Collects the settings. Every flag is listed here: a new flag does not compile before its author decides whether
-    /// batches or numbers depend on it. Steps that were written before a setting was compared do not contain it.
+    /// Collects the settings. Every flag is listed here: code with a new flag does not compile until its author decides
+    /// whether batches or numbers depend on it. Steps that were written before a setting was compared do not contain
+    /// it.
     pub(crate) fn new(
         args: &TrainArgs,
         optimizer: &Recipe,

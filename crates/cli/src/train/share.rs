@@ -11,7 +11,7 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// Adds `count` values, given their mean.
+    /// Adds `count` values whose mean is `mean`.
     pub(crate) fn add(&mut self, mean: f32, count: usize) {
         self.sum += f64::from(mean) * count as f64;
         self.count += count as u64;

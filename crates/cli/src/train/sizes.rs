@@ -123,7 +123,7 @@ fn name_of(model: TrainedModelArg) -> &'static str {
     }
 }
 
-/// Determines the sizes of the adapters, if any.
+/// Returns the sizes of the adapters, if any, after checking them against the model.
 pub(crate) fn adapters(
     args: &TrainArgs,
     model: &ModelConfig,

@@ -61,8 +61,8 @@ fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
     seen[0]
 }
 
-/// Asserts that all ranks together hold this many copies of the model, and at most this many additional bytes during
-/// the start.
+/// Asserts that all ranks together hold `copies` of the model after the start, and at most `largest` additional bytes
+/// during it, apart from tolerances.
 fn assert_parts<A: Architecture>(
     (sizes, copies): (A, usize),
     (params, largest): (usize, usize),

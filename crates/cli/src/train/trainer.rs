@@ -11,7 +11,7 @@ use crate::error::RankError;
 
 /// One rank's model and optimizer. All ranks call the same methods in the same order.
 pub(crate) trait Trainer {
-    /// Trains one step on this rank's rows. Returns the loss before the update, of these rows or of all rows.
+    /// Trains one step on this rank's rows. Returns the mean loss before the update, over these rows or over all rows.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 
     /// Trains one step like [`step`](Self::step), and also returns its Chrome trace events, with times since `origin`.
