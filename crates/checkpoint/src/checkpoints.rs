@@ -342,7 +342,14 @@ impl Checkpoints {
         Ok(removal)
     }
 
-    /// Removes all steps, oldest first, so a new run can use this folder.
+    /// Removes all steps, oldest first, so that a new run can use this folder. Returns the removed steps. Damaged steps
+    /// are removed as well.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAFolder`] if a link or a file has the name of a step, and [`Error::Foreign`] if a step contains a
+    /// file that does not belong to it, both before anything is removed; [`Error::Locked`] during a save;
+    /// [`Error::Io`].
     pub fn clear(&self) -> Result<Vec<u64>, Error> {
         let _lock = self.lock()?;
         let named = self.named_as_steps()?;

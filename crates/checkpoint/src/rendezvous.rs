@@ -8,9 +8,10 @@ use crate::error::BoxError;
 
 /// A rank's connection to the other ranks of a save.
 ///
-/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. For background
-/// saves, implement it over a *separate* process group, because the calls must not mix with the collectives of the
-/// training. A call must return an error when a peer does not arrive.
+/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. It makes only the
+/// first if rank 0 cannot begin the save. For background saves, implement it over a *separate* process group, because
+/// the calls must not mix with the collectives of the training. A call must return an error when a peer does not
+/// arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank's number, starting at 0.
     fn rank(&self) -> usize;

@@ -304,7 +304,8 @@ impl Committed {
     }
 }
 
-/// Writes and syncs the file of one rank in the folder of the ticket. Each rank calls it.
+/// Writes and syncs the file of one rank in the folder of the ticket. Each rank calls it, and sends the returned
+/// receipt to rank 0 for the [commit](Staging::commit).
 ///
 /// # Errors
 ///

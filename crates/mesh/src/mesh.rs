@@ -134,7 +134,7 @@ impl Mesh {
             .collect())
     }
 
-    /// Returns the index of the sub-group along an axis that contains `rank`, below `size / axis.size`.
+    /// Returns the index of `rank`'s sub-group along an axis, which is below `size / axis.size`.
     ///
     /// Two ranks have the same color if and only if [`Mesh::ranks_along`] returns the same ranks for both.
     ///

@@ -130,8 +130,8 @@ pub fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]], out:
     }
 }
 
-/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone,
-/// because the rank's pool may be busy for any time, and rayon's global pool does not belong to the rank.
+/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone: the
+/// rank's pool may be busy indefinitely, and rayon's global pool does not belong to the rank.
 fn is_shared(num_bytes: usize) -> bool {
     num_bytes > SHARED_WORK
         && rayon::current_thread_index().is_some()
