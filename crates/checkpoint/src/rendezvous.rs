@@ -82,9 +82,9 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Creates the handles of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
-    /// `deadline`, which must leave the slowest rank enough time to write its file. It fails at once when a peer's
-    /// handle was dropped.
+    /// Creates the handles of `world_size` ranks, in rank order. A call fails if a peer does not arrive within
+    /// `deadline`, which must leave the slowest rank enough time to write its file, and at once if a peer's handle is
+    /// dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,

@@ -31,7 +31,7 @@ pub enum Verification {
 /// A step, open for reading by any number of threads.
 ///
 /// The files are untrusted: sizes are checked before memory is allocated, and every problem is an error that names the
-/// file and the tensor.
+/// file, and the tensor if only one is affected.
 #[derive(Debug)]
 pub struct Step {
     files: Files,
@@ -140,8 +140,8 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] with all names that are not in the step, [`Error::Shape`], [`Error::Type`], or
-    /// [`Error::Unexpected`] with all names that are not in the model.
+    /// [`Error::Missing`] with all names that are not in the step, [`Error::Shape`], [`Error::Type`], or, with
+    /// [`Extra::Refuse`], [`Error::Unexpected`] with all names that are not in the model.
     pub fn compare(
         &self,
         expected: &[ExpectedTensor],
