@@ -416,7 +416,8 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
+    /// Removes the remains of dead runs, and restores a step that a dead run was replacing. The caller must hold the
+    /// lock, so nothing else is working in the folder.
     ///
     /// A remnant that cannot be removed only takes space, so the failure is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {

@@ -53,7 +53,7 @@ pub enum Error {
         found: &'static str,
     },
 
-    /// A folder that should be removed but contains something that does not belong to a step.
+    /// A step's folder that is to be removed or replaced, but contains something that does not belong to a step.
     #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
         /// The folder that should be removed.

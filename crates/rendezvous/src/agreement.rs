@@ -23,10 +23,11 @@ pub enum Check {
     /// Compares only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// The calls and the bytes. A rank must receive exactly the bytes that the others sent. All ranks must get the same
-    /// result of an all-reduce. A value that a rank holds between operations must not change. A difference is reported
-    /// as an [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
-    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
+    /// Compares the calls and the bytes. A rank must receive exactly the bytes that the others sent. All ranks must get
+    /// the same result of an all-reduce. A value that a rank holds between operations must not change. A difference is
+    /// reported as an [`Error::Altered`](crate::Error::Altered), an
+    /// [`Error::Disagreement`](crate::Error::Disagreement), an [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or
+    /// an [`Error::Diverged`](crate::Error::Diverged).
     ///
     /// Costs one checksum of exchanged data on each side, and two of stored data. All ranks of a launch must request
     /// it.

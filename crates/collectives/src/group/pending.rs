@@ -78,8 +78,9 @@ impl<T> Pending<T> {
         self.settle(received, start)
     }
 
-    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and its
-    /// references to the sources are dropped. If these were the last references, the memory is then free.
+    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and the
+    /// operation's references to this rank's sources are dropped. If these were the last references, the memory is then
+    /// free.
     ///
     /// Peers finish when *they* wait. If several operations are pending, all ranks must therefore wait for them in the
     /// same order.
