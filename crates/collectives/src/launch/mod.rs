@@ -88,7 +88,7 @@ pub fn processes() -> Result<Option<Processes>, LaunchError> {
 }
 
 /// Returns the number of processes that a launcher such as `mpirun` has started, including this one. This is the number
-/// of ranks that [`launch()`] must be called with. Returns `None` where [`processes`] returns `None`, and if the
+/// of ranks that [`launch()`] must be called with. Returns `None` where [`processes()`] returns `None`, and if the
 /// environment is not valid.
 pub fn launcher_ranks() -> Option<usize> {
     let environment = environment::processes(|name| std::env::var(name).ok());
