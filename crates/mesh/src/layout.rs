@@ -189,9 +189,9 @@ impl Layout {
     /// # Errors
     ///
     /// [`Error::RankOutOfRange`]; [`Error::TooManyElements`]; [`Error::InvalidLayout`] for a number of placements that
-    /// differs from the number of axes, a dim that the tensor lacks or that the [cut](Cut) does not allow, an owner on
-    /// other than one axis, or a [`Partial`](Placement::Partial) tensor; [`Error::NoSuchShard`] for an owner outside
-    /// the axis.
+    /// differs from the number of axes, a dim that the tensor lacks or that the [cut](Cut) does not allow, an owner
+    /// unless exactly one axis cuts elements, or a [`Partial`](Placement::Partial) tensor; [`Error::NoSuchShard`] for
+    /// an owner outside the axis.
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
