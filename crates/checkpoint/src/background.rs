@@ -12,8 +12,9 @@ use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 /// Saves snapshots on a separate thread, one at a time.
 ///
 /// Every rank has one, with a handle to a rendezvous that nothing else uses. A failed save does not damage earlier
-/// saves. The next call of [`start`](Self::start), [`poll`](Self::poll) or [`wait`](Self::wait) reports it, on every
-/// rank. Dropping the saver waits for the current save and only logs its failure.
+/// saves. A later call of [`start`](Self::start), [`poll`](Self::poll), [`wait`](Self::wait) or
+/// [`wait_for`](Self::wait_for) reports it, on every rank. Dropping the saver waits for the current save and only logs
+/// its failure.
 pub struct BackgroundSaver {
     /// Sends jobs to the thread; `None` once the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
@@ -76,6 +77,7 @@ impl BackgroundSaver {
     /// # Errors
     ///
     /// The error of the last save. The new save is then *not* begun, on any rank; call again to begin it.
+    /// [`Error::Panicked`] if the thread has ended.
     pub fn start(
         &mut self,
         request: SaveRequest,
@@ -93,6 +95,10 @@ impl BackgroundSaver {
     }
 
     /// Returns the result of the current save if it is done; `None` if it is still running or there is none.
+    ///
+    /// # Errors
+    ///
+    /// The error of the save.
     pub fn poll(&mut self) -> Result<Option<Saved>, Error> {
         let Some(step) = self.pending else {
             return Ok(None);

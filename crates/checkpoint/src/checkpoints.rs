@@ -158,7 +158,7 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::NotAFolder`] if a link or a file has the name of the newest step, because continuing from the last real
-    /// step would use an older state; [`Error::Io`].
+    /// step would use an older state; [`Error::NotForSteps`] if the folder is a step or is inside one; [`Error::Io`].
     pub fn steps(&self) -> Result<Vec<u64>, Error> {
         let named = self.named_as_steps()?;
         if let Some((step, kind)) = named.last() {
@@ -171,7 +171,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`].
+    /// [`Error::NotForSteps`] if the folder is a step or is inside one; [`Error::Io`].
     pub fn is_begun(&self) -> Result<bool, Error> {
         Ok(!self.named_as_steps()?.is_empty())
     }
@@ -222,8 +222,7 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a newer one;
-    /// otherwise the errors of [`open`](Self::open).
+    /// [`Error::NoStep`] if there is none; otherwise the errors of [`steps`](Self::steps) and [`open`](Self::open).
     pub fn newest(&self) -> Result<Step, Error> {
         match self.steps()?.last() {
             Some(step) => self.open(*step),
@@ -248,8 +247,8 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::NoGoodStep`] if there are steps and all are damaged; [`Error::NotAFolder`] if a link or a file has the
-    /// name of a newer one; [`Error::Io`] if the folder cannot be listed or a step cannot be read, which does not mean
-    /// that it is damaged.
+    /// name of a newer one; [`Error::NotForSteps`] if the folder is a step or is inside one; [`Error::Io`] if the
+    /// folder cannot be listed or a step cannot be read, which does not mean that it is damaged.
     pub fn newest_good(&self, check: Check) -> Result<NewestGood, Error> {
         let mut skipped = Vec::new();
         for (number, kind) in self.named_as_steps()?.into_iter().rev() {
@@ -302,8 +301,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// The error of [`newest_good`](Self::newest_good)'s size check for `newest_good` itself, before anything is
-    /// removed; [`Error::Locked`] during a save; [`Error::Io`].
+    /// The error if the step `newest_good` cannot be opened or a file of it has the wrong size, before anything is
+    /// removed; [`Error::Locked`] during a save; [`Error::NotForSteps`]; [`Error::Io`].
     pub fn keep_last(&self, keep: NonZeroUsize, newest_good: u64) -> Result<Vec<u64>, Error> {
         self.open_good(newest_good, Check::Sizes)?;
         let _lock = self.lock()?;
@@ -342,7 +341,14 @@ impl Checkpoints {
         Ok(removal)
     }
 
-    /// Removes all steps, oldest first, so a new run can use this folder.
+    /// Removes all steps, oldest first, so that a new run can use this folder. Returns the removed steps. Damaged steps
+    /// are removed as well.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAFolder`] if a link or a file has the name of a step, and [`Error::Foreign`] if a step contains a
+    /// file that does not belong to it, both before anything is removed; [`Error::Locked`] during a save;
+    /// [`Error::NotForSteps`] if the folder is a step or is inside one; [`Error::Io`].
     pub fn clear(&self) -> Result<Vec<u64>, Error> {
         let _lock = self.lock()?;
         let named = self.named_as_steps()?;
@@ -391,7 +397,7 @@ impl Checkpoints {
     pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<(), Error> {
         match self.storage.rename(from, to) {
             // A network file system may repeat a request whose answer was lost. It then reports that there is nothing
-            // to rename, although it has done the rename. Nobody else could have.
+            // to rename, although it has done the rename. Nobody else can have renamed it, because of the lock.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let is_done = !self.storage.exists(from).unwrap_or(true)
                     && self.storage.exists(to).unwrap_or(false);
@@ -410,7 +416,8 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the remains of dead runs, under the lock, so nothing else is working in the folder.
+    /// Removes the remains of dead runs, and restores a step that a dead run was replacing. The caller must hold the
+    /// lock, so nothing else is working in the folder.
     ///
     /// A remnant that cannot be removed only takes space, so the failure is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {

@@ -16,8 +16,9 @@ use crate::step_around::parent;
 use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 
-/// Writes tensors of the model into one safetensors file, each tensor whole. `write_as` selects a tensor by returning a
-/// name for it. [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
+/// Writes tensors of the model into one safetensors file, each tensor whole, and returns what it has written.
+/// `write_as` selects a tensor by returning a name for it. [`max_shard_size`](ConsolidationConfig::max_shard_size) has
+/// no effect.
 ///
 /// The file is written under a hidden name and renamed, so it appears complete or not at all. It gets the permissions
 /// of the file that it replaces. At most 16 MiB of tensors are in memory, in addition to
@@ -26,7 +27,8 @@ use crate::{Error, Step, TensorEntry};
 /// # Errors
 ///
 /// [`Error::Exists`]; [`Error::InsideStep`]; [`Error::Argument`] if no tensor is selected, if two have the same name,
-/// or if a tensor to be transposed is not a matrix; the errors of [`Step::read_into`]; [`Error::Io`].
+/// if a tensor to be transposed is not a matrix, or if `out` exists and is not a plain file; the errors of
+/// [`Step::read_into`]; [`Error::Io`].
 pub fn consolidate_to_file(
     step: &Step,
     out: &Path,
@@ -89,7 +91,7 @@ pub fn consolidate_to_file(
 }
 
 /// Writes tensors of the model into a folder in the format of Hugging Face models. `write_as` selects a tensor by
-/// returning a name for it. The file is `model.safetensors`. If the tensors do not fit
+/// returning a name for it. By default, the file is `model.safetensors`. If the tensors exceed
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size), the files are `model-00001-of-00003.safetensors` and so on,
 /// with `model.safetensors.index.json`.
 ///

@@ -53,7 +53,7 @@ pub enum Error {
         found: &'static str,
     },
 
-    /// A folder that should be removed but contains something that does not belong to a step.
+    /// A step's folder that is to be removed or replaced, but contains something that does not belong to a step.
     #[error("{path} cannot be removed because it contains {name:?}, which is not part of a step; move it elsewhere", path = path.display())]
     Foreign {
         /// The folder that should be removed.
@@ -340,7 +340,7 @@ pub enum Error {
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
-    /// Returns true if a file is missing, damaged or foreign, so another step may be good.
+    /// Returns true if a file is missing, damaged, too large or of another format, so another step may be good.
     ///
     /// False for a file that cannot be read *now* (missing permission, an unavailable network disk, a disk error): it
     /// may not be damaged, and a caller that skipped the step could lose it.

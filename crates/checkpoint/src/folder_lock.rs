@@ -62,7 +62,7 @@ impl RunLock {
         self.lock.is_effective()
     }
 
-    /// Waits for the run's other saves and removals, and takes the turn.
+    /// Waits for the run's other save or removal, for at most [`PATIENCE`], and takes the turn.
     pub(crate) fn turn(held: &Arc<Self>, root: &Path) -> Result<FolderLock, Error> {
         wait(root, || {
             let was_busy = held.is_busy.swap(true, Ordering::AcqRel);

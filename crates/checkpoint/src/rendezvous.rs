@@ -8,9 +8,10 @@ use crate::error::BoxError;
 
 /// A rank's connection to the other ranks of a save.
 ///
-/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. For background
-/// saves, implement it over a *separate* process group, because the calls must not mix with the collectives of the
-/// training. A call must return an error when a peer does not arrive.
+/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`. It makes only the
+/// first if rank 0 cannot begin the save. For background saves, implement it over a *separate* process group, because
+/// the calls must not mix with the collectives of the training. A call must return an error when a peer does not
+/// arrive.
 pub trait Rendezvous: Send {
     /// Returns this rank's number, starting at 0.
     fn rank(&self) -> usize;
@@ -81,9 +82,9 @@ struct Wire {
 }
 
 impl ThreadRendezvous {
-    /// Creates the handles of `world_size` ranks, in rank order. A call fails when a peer has not arrived within
-    /// `deadline`, which must leave the slowest rank enough time to write its file. It fails at once when a peer's
-    /// handle was dropped.
+    /// Creates the handles of `world_size` ranks, in rank order. A call fails if a peer does not arrive within
+    /// `deadline`, which must leave the slowest rank enough time to write its file, and at once if a peer's handle is
+    /// dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
         let end = |rank, ends| Self {
             rank,

@@ -18,7 +18,7 @@ use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingStat
 /// The content of a save other than the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
-    /// The parts that each rank writes. Created once per training run, and shared by its saves.
+    /// The parts that each rank writes. Can be created once per training run and shared by its saves.
     pub plan: Arc<WritePlan>,
     /// State of the training run. Its step determines the folder's name.
     pub training: TrainingState,
@@ -65,12 +65,14 @@ struct Failure {
     reason: String,
 }
 
-/// Saves a step together with the other ranks, each of which calls this with the same request.
+/// Saves a step together with the other ranks, each of which calls this with the same request. Returns the saved step.
 ///
 /// # Errors
 ///
 /// If any rank fails, all ranks fail: the failed rank with its own error, and the others with [`Error::PeerFailed`].
-/// [`Error::Rendezvous`] if the ranks could not communicate. The folder keeps its earlier contents.
+/// The folder then keeps its earlier steps, and no new one. [`Error::Rendezvous`] if the ranks could not communicate;
+/// if the outcome did not reach this rank, the step may be saved. [`Error::Argument`] if the plan is for another number
+/// of ranks.
 pub fn save(
     checkpoints: &Checkpoints,
     request: &SaveRequest,

@@ -109,10 +109,11 @@ impl Staging {
     /// # Errors
     ///
     /// [`Error::Argument`] unless there is one receipt from each rank for this plan and step; [`Error::Invalid`] if the
-    /// ranks' parts do not tile the tensors; [`Error::FileSize`] if this rank does not see a file that another rank
-    /// wrote, because they share no file system; [`Error::Exists`]; [`Error::Io`]. After an error, the step does not
-    /// exist, and a step that was to be replaced still does. If only the very last sync fails, the step may exist but
-    /// may not survive a crash.
+    /// ranks' parts do not tile the tensors; [`Error::FileSize`] or [`Error::Io`] if this rank does not see the file
+    /// that another rank wrote, for example because they share no file system; [`Error::Exists`], [`Error::NotAFolder`]
+    /// or [`Error::Foreign`] if something else has taken the step's name; [`Error::Io`]. After an error, the step does
+    /// not exist, and a step that was to be replaced still does. If only the very last sync fails, the step may exist
+    /// but may not survive a crash.
     pub fn commit(
         mut self,
         plan: &WritePlan,
@@ -304,7 +305,8 @@ impl Committed {
     }
 }
 
-/// Writes and syncs the file of one rank in the folder of the ticket. Each rank calls it.
+/// Writes and syncs the file of one rank in the folder of the ticket. Each rank calls it, and sends the returned
+/// receipt to rank 0 for the [commit](Staging::commit).
 ///
 /// # Errors
 ///

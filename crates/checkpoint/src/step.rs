@@ -31,7 +31,7 @@ pub enum Verification {
 /// A step, open for reading by any number of threads.
 ///
 /// The files are untrusted: sizes are checked before memory is allocated, and every problem is an error that names the
-/// file and the tensor.
+/// file, and the tensor if only one is affected.
 #[derive(Debug)]
 pub struct Step {
     files: Files,
@@ -140,8 +140,8 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] with all names that are not in the step, [`Error::Shape`], [`Error::Type`], or
-    /// [`Error::Unexpected`] with all names that are not in the model.
+    /// [`Error::Missing`] with all names that are not in the step, [`Error::Shape`], [`Error::Type`], or, with
+    /// [`Extra::Refuse`], [`Error::Unexpected`] with all names that are not in the model.
     pub fn compare(
         &self,
         expected: &[ExpectedTensor],
@@ -228,8 +228,8 @@ impl Step {
     /// # Errors
     ///
     /// [`Error::Missing`], [`Error::Region`] or [`Error::Length`] for an invalid call; [`Error::Checksum`],
-    /// [`Error::FileSize`], [`Error::Invalid`] or [`Error::Io`] for damage. The content of the buffer is unspecified
-    /// after an error.
+    /// [`Error::FileSize`], [`Error::Invalid`], [`Error::Limit`] or [`Error::Io`] for a file that is damaged or cannot
+    /// be read. The content of the buffer is unspecified after an error.
     pub fn read_into(&self, name: &str, region: &Region, buffer: &mut [u8]) -> Result<(), Error> {
         let tensor = self.tensor(name)?;
         check_region(tensor, region)?;
@@ -283,7 +283,7 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// [`Error::FileSize`], [`Error::Checksum`] or [`Error::Invalid`] for a header, or [`Error::Io`].
+    /// [`Error::FileSize`]; [`Error::Checksum`], [`Error::Invalid`] or [`Error::Limit`] for a header; [`Error::Io`].
     pub fn hold(&self) -> Result<(), Error> {
         let files = 0..self.files.index.files.len().min(files::MAX_OPEN_FILES);
         files
@@ -295,7 +295,7 @@ impl Step {
     ///
     /// # Errors
     ///
-    /// [`Error::Checksum`], [`Error::FileSize`], [`Error::Invalid`] or [`Error::Io`].
+    /// [`Error::Checksum`], [`Error::FileSize`], [`Error::Invalid`], [`Error::Limit`] or [`Error::Io`].
     pub fn verify(&self, progress: impl FnMut(Progress<'_>)) -> Result<(), Error> {
         match self.find_damage(true, progress).into_iter().next() {
             Some(error) => Err(error),

@@ -6,7 +6,7 @@ use crate::index::{INDEX_FILE, SEAL_FILE};
 use crate::storage::Storage;
 
 /// Returns the step that is or contains a path, which need not exist. A step is a folder with an index and its seal, or
-/// `known`.
+/// the folder `known`.
 pub(crate) fn step_around(
     storage: &dyn Storage,
     path: &Path,

@@ -45,8 +45,8 @@ impl std::fmt::Display for TensorKind {
 /// A tensor to save: the same on every rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// Name, unique in the checkpoint, such as the parameter's path. Any non-empty text except `__metadata__`, which
-    /// safetensors reserves.
+    /// Name, unique in the checkpoint, such as the parameter's path. Any text of 1 to 4096 bytes except `__metadata__`,
+    /// which safetensors reserves.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,

@@ -37,7 +37,7 @@ pub struct DataPosition {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossScale {
-    /// The factor that multiplies the loss; finite.
+    /// The factor that multiplies the loss: a positive number in the range of `f32`.
     pub scale: f64,
     /// Steps since the factor last changed.
     pub good_steps: u64,

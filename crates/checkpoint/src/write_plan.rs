@@ -10,8 +10,8 @@ use crate::{Error, Region, TensorSpec};
 
 /// The parts that each rank writes when these tensors are saved.
 ///
-/// Each element is written by exactly one of the ranks that hold it. Parts on several ranks are assigned largest first,
-/// each to the rank that has the least to write.
+/// Each element is written by exactly one of the ranks that hold it. Parts that several ranks hold are assigned from
+/// the largest to the smallest, each to the holder that has the least to write so far.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WritePlan {
     mesh: Mesh,
@@ -36,8 +36,8 @@ impl WritePlan {
     ///
     /// # Errors
     ///
-    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved, or for a duplicate name;
-    /// [`Layout::region`](crate::Layout::region)'s errors for a layout that does not fit.
+    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved, for a duplicate name, and for a layout that
+    /// does not fit the mesh or the shape.
     pub fn new(mesh: &Mesh, tensors: Vec<TensorSpec>) -> Result<Self, Error> {
         let regions = |tensor: &TensorSpec| {
             (0..mesh.size())
@@ -61,8 +61,8 @@ impl WritePlan {
     ///
     /// # Errors
     ///
-    /// [`Error::Tensor`], [`Error::Region`], or [`Error::Argument`] if there is not one region for each tensor and
-    /// rank.
+    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved, or for a duplicate name; [`Error::Region`]
+    /// for a region that is not in its tensor; [`Error::Argument`] if there is not one region for each tensor and rank.
     pub fn of_regions(
         mesh: &Mesh,
         tensors: Vec<TensorSpec>,

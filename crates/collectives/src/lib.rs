@@ -10,7 +10,8 @@
 //!   Both are for tests of programs that communicate.
 //! - Reductions add in rank order: the bits of a result depend only on the values and on the size of the group.
 //! - If a rank fails, calls something else or does not arrive, the operations of all other ranks return an [`Error`].
-//!   It reports which rank failed, where and why, and lists the last operations of every rank from their [`Ledger`]s.
+//!   It reports which rank failed, where and why, and lists the last operations of the ranks in the same process, from
+//!   their [`Ledger`]s.
 //!   Nothing hangs, and no wrong result is returned. With [`Check::Agreement`] this also holds for bytes that faulty
 //!   memory or a faulty link has changed.
 //!
@@ -38,7 +39,9 @@
 //! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
 //! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 //! ```
-//! MPI is a C library, called by `engines/mpi/wire.rs` and `engines/mpi/landing.rs`. Nothing else is unsafe.
+//!
+//! With the feature `mpi`, `engines/mpi/wire.rs` calls MPI, a C library, and `engines/mpi/landing.rs` has the memory
+//! that MPI fills. Nothing else is unsafe.
 #![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
 
 mod engines;

@@ -79,12 +79,12 @@ impl Layout {
         placements.all(|placement| *placement == Placement::Replicate)
     }
 
-    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. It has one dim if elements are cut. The part of
-    /// an owner has the tensor's shape.
+    /// Returns the shape of `rank`'s part of a tensor of shape `shape`. A whole copy and the part of an owner have the
+    /// tensor's shape. Any other part has one dim if elements are cut.
     ///
     /// # Errors
     ///
-    /// The same as [`region`](Self::region).
+    /// The same as [`region`](Self::region), but none if every rank holds the whole tensor.
     pub fn part_shape(
         &self,
         shape: &[usize],
@@ -120,8 +120,8 @@ impl Layout {
         Self::along(mesh, axis, 0, Cut::Elements)
     }
 
-    /// Returns the layout of a tensor that one rank owns: the ranks at index `owner` along one axis of the mesh hold all
-    /// of its elements, and the others none. The other axes have copies.
+    /// Returns the layout of a tensor that one rank owns: the ranks at index `owner` along one axis of the mesh hold
+    /// all of its elements, and the others none. The other axes have copies.
     ///
     /// # Errors
     ///
@@ -188,8 +188,10 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Fails for a rank outside the mesh, a number of placements that differs from the number of axes, a dim that the
-    /// tensor lacks, a [`Partial`](Placement::Partial) tensor, or more elements than fit in a `usize`.
+    /// [`Error::RankOutOfRange`]; [`Error::TooManyElements`]; [`Error::InvalidLayout`] for a number of placements that
+    /// differs from the number of axes, a dim that the tensor lacks or that the [cut](Cut) does not allow, an owner
+    /// unless exactly one axis cuts elements, or a [`Partial`](Placement::Partial) tensor; [`Error::NoSuchShard`] for
+    /// an owner outside the axis.
     pub fn region(&self, shape: &[usize], mesh: &Mesh, rank: usize) -> Result<Region, Error> {
         // A scalar is one row, as in `Partition::rows`.
         let shape = if shape.is_empty() { &[1] } else { shape };
@@ -291,8 +293,8 @@ impl Layout {
     }
 }
 
-/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` or `flat, multiples of 256, ` if elements are
-/// cut, and the prefix `all at 2 of ` if one rank holds all of them.
+/// Prints as `shard(0)` or `replicate x shard(1)`, with the prefix `flat ` or `flat, multiples of 256, ` if elements
+/// are cut, and the prefix `all at 2 of ` if one rank holds all of them.
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let placements: Vec<_> = self.placements.iter().map(ToString::to_string).collect();

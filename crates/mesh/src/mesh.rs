@@ -33,8 +33,8 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// Fails if there are no axes, an axis has size 0, a name occurs twice, or there are more ranks than fit in a
-    /// `usize`.
+    /// [`Error::NoAxes`]; [`Error::EmptyAxis`] if an axis has size 0; [`Error::DuplicateAxis`] if a name occurs twice;
+    /// [`Error::TooManyRanks`] if the number of ranks does not fit in a `usize`.
     pub fn new<N: Into<String>>(axes: impl IntoIterator<Item = (N, usize)>) -> Result<Self, Error> {
         let axes = axes.into_iter().map(|(name, size)| Axis {
             name: name.into(),
@@ -134,7 +134,7 @@ impl Mesh {
             .collect())
     }
 
-    /// Returns the index of the sub-group along an axis that contains `rank`, below `size / axis.size`.
+    /// Returns the index of `rank`'s sub-group along an axis, which is below `size / axis.size`.
     ///
     /// Two ranks have the same color if and only if [`Mesh::ranks_along`] returns the same ranks for both.
     ///

@@ -62,7 +62,7 @@ impl Clip {
         self
     }
 
-    /// Sets how a non-finite norm is handled.
+    /// Sets how an infinite or NaN norm is handled.
     pub fn nonfinite(mut self, nonfinite: NonFinite) -> Self {
         self.nonfinite = nonfinite;
         self
@@ -78,7 +78,7 @@ impl Clip {
         self.norm
     }
 
-    /// Returns true if a non-finite norm is an error.
+    /// Returns true if an infinite or NaN norm is an error.
     pub fn refuses_nonfinite(&self) -> bool {
         self.nonfinite == NonFinite::Refuse
     }
@@ -102,7 +102,7 @@ pub enum Measure {
     Absolute,
     /// The sum of squares.
     Square,
-    /// The sum of absolute values raised to this power.
+    /// The sum of the absolute values, each raised to this power.
     Power(f64),
     /// The largest absolute value.
     Largest,

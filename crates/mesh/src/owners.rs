@@ -2,9 +2,9 @@
 
 use std::cmp::Reverse;
 
-/// Assigns an owner to each size: the largest first, each to the rank with the smallest total so far, or the first of
-/// several such ranks. The largest sum is at most 4/3 of the least possible (Graham, "Bounds on multiprocessing timing
-/// anomalies", 1969).
+/// Returns the rank that owns each size, in the order of `sizes`. Sizes are assigned from the largest to the smallest,
+/// each to the rank with the smallest total so far (the first of them if several are equal). The largest total is at
+/// most 4/3 of the least possible one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 pub fn balanced_owners(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| Reverse(sizes[index]));

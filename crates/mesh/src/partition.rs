@@ -19,8 +19,8 @@ use crate::Error;
 /// 5 rows in 4 shards:  [0 1] [2 3] [4] []
 /// ```
 ///
-/// If a tensor has [one owner](Self::one_owner), one shard has all elements and the others have none. Flat shards may
-/// begin only at [multiples](Self::multiples) of a number.
+/// If a tensor has [one owner](Self::one_owner), one shard has all elements and the others have none. With
+/// [`multiples`](Self::multiples), flat shards begin only at multiples of a number.
 ///
 /// All lengths and ranges are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -69,6 +69,10 @@ impl Region {
 
     /// Checks that this is a region of a tensor of this shape, and that the tensor's number of elements fits in a
     /// `usize`.
+    ///
+    /// # Errors
+    ///
+    /// A description of the problem.
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         match self {
             Self::Flat(range) => {

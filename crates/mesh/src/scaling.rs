@@ -51,7 +51,7 @@ pub struct ScalingFault {
 }
 
 impl LossScaling {
-    /// Returns the first option that is out of its range.
+    /// Returns the first option that is out of its range; `None` if all are valid.
     pub fn fault(&self) -> Option<ScalingFault> {
         let Self {
             initial_scale,

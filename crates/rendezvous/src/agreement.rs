@@ -16,17 +16,18 @@ use super::label::Label;
 use super::operation::Operation;
 use super::seal::Seal;
 
-/// The data that ranks compare, in addition to labels and lengths.
+/// What ranks compare with each other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Check {
     /// Compares only the calls: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// The calls and the bytes. A rank must receive exactly the bytes that the others sent. All ranks must get the same
-    /// result of an all-reduce. A value that a rank holds between operations must not change. A difference is reported
-    /// as an [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
-    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
+    /// Compares the calls and the bytes. A rank must receive exactly the bytes that the others sent. All ranks must get
+    /// the same result of an all-reduce. A value that a rank holds between operations must not change. A difference is
+    /// reported as an [`Error::Altered`](crate::Error::Altered), an
+    /// [`Error::Disagreement`](crate::Error::Disagreement), an [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or
+    /// an [`Error::Diverged`](crate::Error::Diverged).
     ///
     /// Costs one checksum of exchanged data on each side, and two of stored data. All ranks of a launch must request
     /// it.
@@ -96,7 +97,7 @@ impl Checks {
     }
 
     /// Compares the parts that rank `to` of the group has received from a rank with that rank's announced checksums.
-    /// Returns the first part that differs.
+    /// Returns the index of the first part that differs; `None` if none differs or the rank has announced no checksums.
     pub fn first_altered<'a>(
         &self,
         to: usize,
@@ -162,8 +163,8 @@ impl Replicas {
         self.keep((operation.sequence, together.finalize()), size, held);
     }
 
-    /// Keeps the checksum of a value, to be announced. All ranks use the same number for a value. It is never the
-    /// number of an operation.
+    /// Keeps the checksum of a value, to be announced. `told` has the value's number, which must be the same on all
+    /// ranks, and the checksum. A value and an operation may have the same number.
     pub fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));

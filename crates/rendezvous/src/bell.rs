@@ -48,8 +48,8 @@ impl Bell {
         self.num_waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// Waits until `look` returns something; `None` if it has returned nothing by the deadline, as measured by
-    /// [`Patience`].
+    /// Waits until `look` returns a value, and returns it; `None` if `look` returns none before the deadline, as
+    /// measured by [`Patience`].
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Duration,

@@ -33,8 +33,8 @@ impl fmt::Debug for Reading {
     }
 }
 
-/// The checksums of consecutive pieces of some bytes. If several ranks have announced the checksums of their pieces,
-/// the checksums of the whole are known without reading it.
+/// The checksums of consecutive pieces of some bytes. The checksums that several ranks have announced for their pieces
+/// can be joined into the checksums of the whole, without reading it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checksums(Vec<Piece>);
 
@@ -45,7 +45,7 @@ struct Piece {
 }
 
 impl Checksums {
-    /// Returns the checksum of bytes that form one piece.
+    /// Computes the checksums of bytes that form one piece.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_pieces([(bytes.len(), checksum(bytes))])
     }
@@ -57,7 +57,7 @@ impl Checksums {
         Self(pieces.map(piece).collect())
     }
 
-    /// Returns true if the bytes match.
+    /// Returns true if the bytes have the pieces' total length and each piece has its checksum.
     pub fn are_of(&self, bytes: &[u8]) -> bool {
         let mut rest = bytes;
         let mut is_of = |piece: &Piece| {
@@ -70,7 +70,7 @@ impl Checksums {
         self.0.iter().all(&mut is_of) && rest.is_empty()
     }
 
-    /// Returns the checksum of the bytes, if they were read as one piece.
+    /// Returns the checksum of all bytes; `None` if they form several pieces.
     pub fn whole(&self) -> Option<u64> {
         match &self.0[..] {
             [] => Some(checksum(&[])),

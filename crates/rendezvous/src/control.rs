@@ -131,7 +131,7 @@ impl Control {
         }
     }
 
-    /// Ends the domain for the ranks of this process. Returns true if the domain had not already ended.
+    /// Ends the domain for the ranks of this process only. Returns true if the domain had not already ended.
     pub fn has_failed(&self, rank: usize, reason: String) -> bool {
         let mut is_first = false;
         let failure = self.failure.get_or_init(|| {
@@ -156,7 +156,11 @@ impl Control {
         self.failure.get().or_else(outer)
     }
 
-    /// Fails if the domain has ended.
+    /// Checks that neither this domain nor an enclosing one has ended, on behalf of `operation`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PeerFailed`] with the failure that ended the domain.
     #[inline]
     pub fn check(&self, operation: &Operation) -> Result<(), Error> {
         match self.failure() {
@@ -174,7 +178,12 @@ impl Control {
         }
     }
 
-    /// Waits until the event happens, a rank fails or leaves, or the deadline passes. Errors end the domain.
+    /// Waits until the event happens.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PeerFailed`] if the domain has ended; [`Error::PeerLeft`] if a rank has departed without starting the
+    /// operation; [`Error::Timeout`] after the deadline. The last two end the domain.
     pub fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
         let look = || {
             if (wait.is_over)() {

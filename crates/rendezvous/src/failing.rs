@@ -52,7 +52,7 @@ impl Fault {
         Err(invalid(problem.to_owned()))
     }
 
-    /// Fails in the specified way.
+    /// Panics, stalls or returns an error, as specified. Does nothing for a flip.
     pub(crate) fn strike(self) -> Result<(), Error> {
         match self.how {
             How::Panic => panic!("the fault \"{self}\" made this rank panic"),

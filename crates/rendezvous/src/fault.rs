@@ -35,8 +35,8 @@ pub enum At {
     Forward,
     /// The fault point of the backward pass.
     Backward,
-    /// The start of the step's first collective operation. A flip changes a bit in the operation's buffer after this
-    /// rank has announced its checksum.
+    /// The start of the step's first collective operation. A flip changes a bit of the data that this rank contributes
+    /// to an operation, after the rank has computed the data's checksum.
     Collective,
     /// A shard, or a parameter kept whole, between steps; only for flips.
     Shard,

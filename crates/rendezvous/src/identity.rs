@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 /// The identity of a group: its launch, and its ranks in their order. Cheap to clone.
 ///
-/// Groups with the same id produce the same results. To test whether two groups are the same, compare ids, not names.
-/// Compare ids only within one rank; across ranks, compare the members.
+/// Operations on groups with the same id have the same results. To test whether two groups are the same, compare ids,
+/// not names. Compare ids only within one process; across processes, compare the members.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct GroupId {
     /// Number of the launch, unique in the process.

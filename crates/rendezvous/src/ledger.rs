@@ -76,7 +76,8 @@ impl Ledger {
         self.num_recorded
     }
 
-    /// Adds an operation and drops the oldest if full. Returns the number to pass to [`settle`](Self::settle).
+    /// Adds an operation, and drops the oldest one if the ledger is full. Returns the number to pass to
+    /// [`settle`](Self::settle).
     pub(crate) fn record(&mut self, operation: Operation, bytes: usize) -> u64 {
         if self.entries.len() == Self::CAPACITY {
             self.entries.pop_front();
@@ -90,7 +91,7 @@ impl Ledger {
         self.num_recorded - 1
     }
 
-    /// Records the outcome of an operation, if it is still kept.
+    /// Records the outcome of an operation, if the ledger still has it.
     pub(crate) fn settle(&mut self, number: u64, state: EntryState) {
         let oldest = self.num_recorded - self.entries.len() as u64;
         let index = number
@@ -116,8 +117,8 @@ impl fmt::Display for Ledger {
     }
 }
 
-/// The last operations of the ranks of the world at the moment of a failure. Only ranks of this process have their
-/// operations listed. Cheap to clone.
+/// The last operations of the world's ranks at the moment of a failure, as far as the ranks live in this process. Cheap
+/// to clone.
 #[derive(Debug, Clone)]
 pub struct LedgerReport(Arc<[Known]>);
 

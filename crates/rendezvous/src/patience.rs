@@ -5,12 +5,11 @@ use std::time::{Duration, Instant};
 /// The number of slices of a deadline.
 const SLICES: u32 = 10;
 
-/// The rest of a deadline. At most one slice of it is spent at a time.
+/// The time left until a deadline. At most one slice of it is spent between two looks at the clock.
 ///
-/// The clock also runs while the process is stopped or its virtual machine is suspended. For a waiting rank such a
-/// pause is one very long interval between two looks at the clock. It costs one slice if the peers were stopped at the
-/// same time. After the deadline one more slice is granted, because the peer may have been woken after the waiting
-/// rank.
+/// The clock also runs while the process is stopped or its virtual machine is suspended. For a waiting rank, such a
+/// pause is one very long interval between two looks. It costs only one slice, because the peers may have been stopped
+/// at the same time. The deadline is extended by one slice, because a peer may be woken after the waiting rank.
 #[derive(Debug, Clone)]
 pub(crate) struct Patience {
     left: Duration,
@@ -19,7 +18,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Returns a full deadline, counted from `now`.
+    /// Starts a deadline at `now`, with all of its time left.
     pub(crate) fn new(deadline: Duration, now: Instant) -> Self {
         let slice = deadline / SLICES;
         Self {
@@ -29,8 +28,8 @@ impl Patience {
         }
     }
 
-    /// Subtracts the time since the last look and returns the maximum time to sleep before the next one; zero when the
-    /// deadline has passed.
+    /// Subtracts the time since the last look, at most one slice. Returns the maximum time to sleep before the next
+    /// look; zero when the extended deadline has passed.
     pub(crate) fn spend(&mut self, now: Instant) -> Duration {
         let passed = now.saturating_duration_since(self.seen).min(self.slice);
         self.seen = now;

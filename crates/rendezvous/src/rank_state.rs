@@ -27,7 +27,7 @@ pub struct RankState {
     faults: Mutex<Faults>,
     /// The data that the rank compares with the other ranks.
     check: Check,
-    /// How many group numbers this rank has assigned.
+    /// Number of groups that this rank has numbered.
     num_groups: AtomicU64,
 }
 
@@ -122,7 +122,7 @@ impl RankState {
         }
     }
 
-    /// Returns a number for a new group whose first rank is this one. It is unique in the world.
+    /// Returns a number, unique in the world, for a new group whose first rank is this one.
     pub fn next_group(&self) -> u64 {
         let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
         (self.world_rank as u64) << u32::BITS | count
@@ -153,8 +153,8 @@ impl RankState {
         lock(&self.faults).flips_at(at)
     }
 
-    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed. Each fault triggers
-    /// once, and never on an empty value.
+    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed and has skipped the
+    /// values before this one. Each fault triggers once, and never on an empty value.
     pub fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
         let mut faults = lock(&self.faults);
         if !faults.flips_at(at) || num_bytes == 0 {
@@ -190,7 +190,12 @@ impl RankState {
         lock(&self.faults).step
     }
 
-    /// Fails if a fault is armed for this point in this step. Each fault triggers once.
+    /// Triggers the fault that is armed for this point in this step, unless it is a flip: panics, stalls or returns an
+    /// error. Each fault triggers once.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Injected`].
     pub fn fault_point(&self, at: At) -> Result<(), Error> {
         let struck = {
             let mut faults = lock(&self.faults);

@@ -9,8 +9,8 @@ use super::element::ElementType;
 /// How the tensors of all ranks are combined into one.
 ///
 /// Each rank's element is widened (see below) and multiplied by `pre_scale`. The products are combined in rank order.
-/// The result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by one over the size of the group, and rounded
-/// once. The bits of the result therefore depend only on the values and the size of the group.
+/// The result is multiplied by `post_scale` (for [`ReduceOp::Mean`] divided by the size of the group) and rounded once.
+/// The bits of the result therefore depend only on the reduction, the values and the size of the group.
 ///
 /// `f32`, `f16` and `bf16` are widened to `f32`; `f64` stays `f64`. Integers wrap and cannot be scaled. A NaN of any
 /// rank makes the result NaN, even for `Max` and `Min`.

@@ -64,7 +64,7 @@ impl Messenger for NobodyElse {
 }
 
 impl World {
-    /// Creates a world of the given ranks, with the state of each rank that lives in this process.
+    /// Creates a world. `ranks` has the state of each rank that lives in this process, and `None` for every other rank.
     pub fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -83,7 +83,7 @@ impl World {
         self.number
     }
 
-    /// Records the wait of a rank of another process; `None` if it continues.
+    /// Records the wait of a rank of another process; `None` if the rank no longer waits.
     pub fn waits(&self, rank: usize, wait: Option<LongWait>) {
         self.waits.set(rank, wait);
     }
@@ -113,7 +113,7 @@ impl World {
         self.bell.ring();
     }
 
-    /// Returns one of the `missing` ranks that has departed and will never do its part, if any.
+    /// Returns one of the `missing` ranks that has departed and so will never do its part, if there is one.
     pub(super) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         // The cheap check first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {
@@ -128,7 +128,7 @@ impl World {
         missing().into_iter().find(|rank| departed[*rank])
     }
 
-    /// Waits until `look` returns something; `None` if it returns nothing before the deadline.
+    /// Waits until `look` returns a value, and returns it; `None` if `look` returns none before the deadline.
     pub fn wait_for<T>(&self, deadline: Duration, look: impl FnMut() -> Option<T>) -> Option<T> {
         self.bell.wait_for(deadline, look)
     }

@@ -17,8 +17,8 @@ use burn_fsdp_rendezvous::{ElementType, Reading, Reduction, checksum};
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
 
-/// Minimum number of bytes for sharing work with the other threads of the rank's pool. Below this, waking them costs
-/// more than it saves.
+/// The number of bytes above which the other threads of the rank's pool share the work. For fewer bytes, waking them
+/// costs more than it saves.
 const SHARED_WORK: usize = 1 << 20;
 
 /// The number of bytes or elements that one thread takes at a time (a multiple of [`BLOCK`]).
@@ -56,7 +56,7 @@ pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
 /// The checksums of a reduction.
 #[derive(Debug)]
 pub struct Combined {
-    /// Checksum of each addend, taken while it was combined.
+    /// Checksum of each addend, in rank order.
     pub addends: Vec<u64>,
     /// Checksum of the combined result.
     pub result: u64,
@@ -130,8 +130,8 @@ pub fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]], out:
     }
 }
 
-/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone,
-/// because the rank's pool may be busy for any time, and rayon's global pool does not belong to the rank.
+/// Returns true if the threads of the rank's pool share the work. MPI's thread is not in a pool and works alone: the
+/// rank's pool may be busy indefinitely, and rayon's global pool does not belong to the rank.
 fn is_shared(num_bytes: usize) -> bool {
     num_bytes > SHARED_WORK
         && rayon::current_thread_index().is_some()

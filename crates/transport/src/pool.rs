@@ -85,7 +85,7 @@ impl BufferPool {
         lock(&self.0).kept_words * size_of::<u64>()
     }
 
-    /// Returns the memory kept for future buffers to the system.
+    /// Frees the memory that is kept for future buffers.
     pub fn trim(&self) {
         let kept = lock(&self.0).take_kept();
         drop(kept);
@@ -291,7 +291,8 @@ impl AsRef<[u8]> for Buffer {
 ///
 /// # Panics
 ///
-/// If they are [elsewhere](Buffer::in_space); [`host_mut`](Buffer::host_mut) returns `None` there.
+/// If they are [elsewhere](Buffer::in_space), or in memory that an engine has allocated;
+/// [`host_mut`](Buffer::host_mut) returns `None` there.
 impl AsMut<[u8]> for Buffer {
     #[inline]
     fn as_mut(&mut self) -> &mut [u8] {

@@ -42,10 +42,9 @@ impl Source {
         Self { owner, seal: None }
     }
 
-    /// Returns the source with the seal of its bytes. An operation that sends the bytes checks them against the seal
-    /// when it starts; a gather between threads checks when it reads them. A difference is an
-    /// [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`. Without a seal the
-    /// source is unchanged.
+    /// Sets the seal of the source's bytes; `None` removes it. If ranks compare bytes, an operation that sends the
+    /// bytes checks them against the seal when it starts, and a gather between threads checks them when it reads them.
+    /// A difference is an [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
         self.seal = seal.map(|seal| Arc::new((seal, what())));
@@ -95,7 +94,7 @@ impl Source {
         }
     }
 
-    /// Returns the payload that the source was made from, if it was made from [one](Self::of).
+    /// Returns the payload that the source was [created from](Self::of); `None` if it was created from an owner.
     pub fn payload(&self) -> Option<&dyn Payload> {
         match &self.owner {
             Owner::Host(_) => None,

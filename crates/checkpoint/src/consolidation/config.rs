@@ -51,7 +51,7 @@ pub struct PlainTensor {
 }
 
 impl PlainTensor {
-    /// Keeps the tensor's name and dims.
+    /// Returns the tensor's own name and orientation.
     pub fn unchanged(tensor: &TensorEntry) -> Self {
         Self {
             name: tensor.name.clone(),
@@ -63,7 +63,7 @@ impl PlainTensor {
 /// The files and tensors that a consolidation has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Consolidated {
-    /// The files, in order, excluding the index of a sharded model.
+    /// The safetensors files, in order.
     pub files: Vec<PathBuf>,
     /// Number of tensors written.
     pub num_tensors: usize,

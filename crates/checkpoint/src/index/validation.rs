@@ -159,7 +159,8 @@ impl Index {
     }
 }
 
-/// Returns true if a name has no path separators or other special characters, so it cannot lead out of the folder.
+/// Returns true if a name ends in `.safetensors` and has no path separators or other special characters, so it cannot
+/// lead out of the folder.
 fn is_plain_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     name.len() <= 255

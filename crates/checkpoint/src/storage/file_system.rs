@@ -8,9 +8,9 @@ use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// The file system of the operating system, as a storage.
 ///
-/// Files are read by position instead of being mapped. Steps may come from untrusted sources. If a mapped file is
-/// truncated, a signal kills the process, and no program can turn that signal into an error. Reading a page from the
-/// page cache costs one copy, as does copying from a mapping into the caller's buffer.
+/// Files are read by position instead of being mapped, because steps may come from untrusted sources: if a mapped file
+/// is truncated, a signal kills the process, and no error can be returned. A mapping would save nothing: reading a page
+/// from the page cache costs one copy, and so does copying from a mapping into the caller's buffer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FileSystem;
 

@@ -30,7 +30,7 @@ impl<F: FnMut(usize) -> usize> Keep for F {
     }
 }
 
-/// Number of a file or folder.
+/// The number that identifies a file or folder.
 type Node = usize;
 
 /// The entries of a folder.

@@ -18,9 +18,9 @@ use burn_fsdp_transport::{Buffer, Source};
 /// bytes that the operation sends to every rank; it may be empty.
 ///
 /// Starting fails with [`Error::Argument`] if the length in bytes of a source or buffer does not match its part. In
-/// that case, this rank has not taken part and may call again. Starting fails with [`Error::PeerFailed`] if a rank of
-/// the world has already failed, and with [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered.
-/// [`Pending::wait`] lists the errors of waiting.
+/// that case, this rank has not taken part and may call again. Starting fails with [`Error::PeerFailed`] if the group's
+/// failure domain has already ended, with [`Error::AlteredAtRest`] if a source does not match its seal, and with
+/// [`Error::Injected`] if a [`Fault`](crate::Fault) is triggered. [`Pending::wait`] lists the errors of waiting.
 impl ProcessGroup {
     /// Gathers full tensors on every rank. Each rank holds a shard of them.
     ///

@@ -15,7 +15,7 @@ use burn_fsdp_rendezvous::{
 };
 use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
 
-/// An operation that this rank has started and not yet waited for. It owns the operation's sources and buffers.
+/// An operation that this rank has started but not yet waited for. It owns the operation's sources and buffers.
 ///
 /// With the `local` engine the transfer itself runs inside [`wait`](Self::wait), on the calling thread. Starting early
 /// lets peers finish early, but does not move bytes in the background. Pending operations can be waited for in any
@@ -68,23 +68,26 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`]. It returns after at most
-    /// 1.1 times the group's deadline, plus the time of the transfer.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`]; [`Error::Engine`] for a
+    /// faulty engine. With [`Check::Agreement`](crate::Check::Agreement), also [`Error::Altered`],
+    /// [`Error::AlteredAtRest`], [`Error::Disagreement`] or [`Error::Diverged`]. The rank waits first for all ranks to
+    /// start the operation and then for the result, each time for at most 1.1 times the group's deadline.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive();
         self.settle(received, start)
     }
 
-    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and its
-    /// references to the sources are dropped. If these were the last references, the memory is then free.
+    /// Waits until this rank's result is available, all peers have finished or discarded the operation, and the
+    /// operation's references to this rank's sources are dropped. If these were the last references, the memory is then
+    /// free.
     ///
     /// Peers finish when *they* wait. If several operations are pending, all ranks must therefore wait for them in the
     /// same order.
     ///
     /// # Errors
     ///
-    /// Same as [`wait`](Self::wait); the deadline applies to each of the two waits.
+    /// Same as [`wait`](Self::wait); the deadline also applies to the additional wait for the peers.
     pub fn wait_released(mut self) -> Result<T, Error> {
         let start = Instant::now();
         let received = self.receive().and_then(|received| {
@@ -413,7 +416,7 @@ impl Entry {
         }
     }
 
-    /// Marks the operation as not started because of an error.
+    /// Marks the operation as failed, because it could not start.
     pub(crate) fn fail(&mut self) {
         self.settle(EntryState::Failed);
     }

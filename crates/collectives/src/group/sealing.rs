@@ -55,10 +55,10 @@ impl ProcessGroup {
         Err(control.end_with(rank, error))
     }
 
-    /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. Once all
-    /// ranks have announced it, the operation fails if some ranks differ from the majority, with an [`Error::Diverged`]
-    /// that names them. All ranks must use the same `number` for the same state of a value, and for nothing else. Does
-    /// nothing if ranks do not compare bytes.
+    /// Announces a value that must be the same on all ranks, with this rank's next operation on the group. If some
+    /// ranks differ from the majority, the operation that carries the last announcement fails with an
+    /// [`Error::Diverged`] that names them. All ranks must use the same `number` for the same state of a value, and for
+    /// nothing else. Does nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
             self.hold_value((number, seal.checksums().together()), what());

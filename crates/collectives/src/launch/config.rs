@@ -29,7 +29,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// Configures this many ranks, with defaults for all other settings.
+    /// Returns a configuration of this many ranks, with defaults for all other settings.
     pub fn new(ranks: usize) -> Self {
         Self {
             ranks,
@@ -47,7 +47,7 @@ impl LaunchConfig {
     }
 
     /// Sets the time that a rank waits for its peers in one operation before it gives up. The default is 10 minutes.
-    /// The time starts when the rank begins to wait; a pause of the whole machine counts as a tenth of the deadline.
+    /// The time starts when the rank begins to wait. A pause of the whole machine counts as at most a tenth of it.
     /// Groups that do other kinds of work, such as checkpoints, may have their own deadline: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]

@@ -68,7 +68,8 @@ pub struct Processes {
     pub rank_here: usize,
 }
 
-/// Returns the processes that a launcher has started, including this one, if there are several.
+/// Returns the processes that a launcher has started, including this one. Returns `None` if this process is alone and
+/// `BURN_FSDP_ENGINE` is not `mpi`, or if the variable is `local`.
 ///
 /// # Errors
 ///

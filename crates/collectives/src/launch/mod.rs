@@ -49,7 +49,8 @@ use crate::group::ProcessGroup;
 ///
 /// # Errors
 ///
-/// [`LaunchError`], which names the rank that failed first and the reason.
+/// [`LaunchError::Failed`] or [`LaunchError::Panicked`], with the rank that failed first and the reason. If no rank
+/// could start: the other variants of [`LaunchError`].
 pub fn launch<T, E, F>(config: LaunchConfig, body: F) -> Result<Vec<T>, LaunchError>
 where
     T: Send + 'static,
@@ -67,8 +68,8 @@ where
     }
 }
 
-/// Returns the processes that a launcher such as `mpirun` has started together with this one; `None` if it is alone. In
-/// that case [`launch()`] starts threads.
+/// Returns the processes that a launcher such as `mpirun` has started, including this one. Returns `None` if
+/// [`launch()`] starts threads: this process is alone and `BURN_FSDP_ENGINE` is not `mpi`, or the variable is `local`.
 ///
 /// # Errors
 ///
@@ -86,8 +87,9 @@ pub fn processes() -> Result<Option<Processes>, LaunchError> {
     }
 }
 
-/// Returns the number of processes that a launcher such as `mpirun` has started together, including this one. This is
-/// the number of ranks that [`launch()`] must be called with. Returns `None` if there is no launcher.
+/// Returns the number of processes that a launcher such as `mpirun` has started, including this one. This is the number
+/// of ranks that [`launch()`] must be called with. Returns `None` where [`processes()`] returns `None`, and if the
+/// environment is not valid.
 pub fn launcher_ranks() -> Option<usize> {
     let environment = environment::processes(|name| std::env::var(name).ok());
     environment.ok().flatten().map(|processes| processes.size)

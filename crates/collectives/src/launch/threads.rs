@@ -83,7 +83,8 @@ where
     verdict(&control, collect(config, &control, &receiver))
 }
 
-/// Waits for the ranks, for at most the grace period once one has failed. `None` marks ranks that did not return.
+/// Waits for the ranks to return. Once one has returned after a failure, waits for at most the grace period. `None`
+/// marks ranks that did not return.
 fn collect<T>(
     config: &LaunchConfig,
     control: &Control,
@@ -100,8 +101,8 @@ fn collect<T>(
         };
         let Ok((rank, end)) = received else { break };
         ends[rank] = Some(end);
-        // A rank may have failed and continued without its peers. In that case the first rank that returns shows that
-        // the world is ending.
+        // A rank may handle a failure and continue without its peers. The first rank that returns after the failure
+        // shows that the world is ending.
         if give_up_at.is_none() && control.failure().is_some() {
             give_up_at = Instant::now().checked_add(config.grace);
         }

@@ -15,8 +15,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// kernels, is therefore shared among the workers of this pool.
 ///
 /// Work that the body spawns without taking part in it needs a second worker. A rank with a single compute thread gets
-/// one, but it does not help with the kernels. All cores have a rank to serve. If two threads shared each kernel of a
-/// few microseconds, waking each other would take more time than the work. A job therefore occupies the second worker
+/// one, but it does not help with the kernels: every core already has a rank, and if two threads shared each kernel of
+/// a few microseconds, waking each other would take more time than the work. A job therefore occupies the second worker
 /// of these ranks: it sleeps, and every few milliseconds runs the work that it finds. It finds a piece of a kernel only
 /// by chance.
 #[derive(Debug)]

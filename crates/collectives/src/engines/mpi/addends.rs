@@ -15,8 +15,8 @@ pub(super) fn scratch(signature: &Signature, from: usize, to: usize, pool: &Buff
     )
 }
 
-/// Combines this rank's share of its sources with the other ranks' addends, in rank order. `addends` has one buffer per
-/// part for each other rank.
+/// Combines this rank's own addends, which are in `sources`, with the other ranks' addends, in rank order. `addends`
+/// has one buffer per part for each other rank, and `None` for this one.
 pub(super) fn combine(
     signature: &Signature,
     reduction: &Reduction,
