@@ -153,7 +153,7 @@ pub enum Error {
         known: String,
     },
 
-    /// A tensor cannot be placed on the mesh as requested.
+    /// A tensor that cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"

@@ -1,14 +1,15 @@
-//! Adapters on parameters that stay lazy.
+//! LoRA adapters on parameters that stay lazy.
 
 use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 
 /// Burn's [`Lora`] for a module whose parameters are lazy, as in `init` of [`compile`](crate::compile()). Burn's
 /// `apply_lora` initializes every matrix at once to read its shape, and so initializes the whole model. This type
-/// initializes no matrix, and draws factors on request, in module order.
+/// initializes no matrix, and its factors are lazy as well.
 ///
-/// It draws the same factors as `apply_lora`, as long as nothing else draws from Burn's generator in between. Factors
-/// of a weight that is still lazy have the device's default type, unless the configuration names another.
+/// Factors that are initialized in module order, as in `compile`, equal those of `apply_lora`, as long as nothing else
+/// draws from Burn's generator in between. Factors of a weight that is still lazy have the device's default type,
+/// unless the configuration names another.
 ///
 /// ```
 /// use burn::module::{Lora, Module};
@@ -72,8 +73,8 @@ impl Reparameterizer for LazyLora {
     }
 }
 
-/// Returns the in-memory shape of a parameter without initializing it. A lazy parameter only stores its shape in
-/// records, which may differ, for example in linear layers by columns.
+/// Returns the in-memory shape of a parameter without initializing it. A lazy parameter stores only the shape that it
+/// has in records, which may differ, for example in column-major linear layers.
 fn shape_of<const D: usize>(param: &Param<Tensor<D>>) -> Shape {
     if param.is_initialized() {
         return param.base().shape();

@@ -256,7 +256,7 @@ fn stepped(graph: &Graph) -> Stepped {
     stepped.collect()
 }
 
-/// Rejects an optimizer that would give each rank different parameters.
+/// Rejects an optimizer that would compute different parameters on each rank.
 fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
     let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
     let drawn = graph.nodes().iter().find(is_drawn);

@@ -40,7 +40,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Execution`], [`Error::Collective`].
+    /// [`Error::Execution`], [`Error::Collective`], [`Error::Poisoned`].
     pub fn flush(&mut self) -> Result<(), Error> {
         self.expect_defined()?;
         let Some(pending) = self.pending.take() else {
@@ -106,7 +106,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(prepared)
     }
 
-    /// Returns the graph and scalars that this rank would run, without communication or changes.
+    /// Returns the graph and scalars that this rank would run, without communication. Changes no values.
     fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(rates)?;

@@ -33,8 +33,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::NoBatch`] if there are none; [`Error::MicroBatches`] if they give gradients to different parameters;
-    /// the errors of [`step`](Self::step).
+    /// [`Error::NoBatch`] if there are none; [`Error::MicroBatches`] if they produce gradients for different
+    /// parameters; the errors of [`step`](Self::step).
     pub fn step_accumulated(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -187,8 +187,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
-        // Finishes the previous step if it is pending, because its gradients have the same numbers. All ranks do so,
-        // now that they agree.
+        // Finishes the previous step if it is pending, because its pending gradients have the same ids. All ranks do
+        // so, now that they agree.
         self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;

@@ -169,7 +169,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Passes missing values to the executor before a graph runs.
+    /// Passes the initial values and the restored states to the executor before a graph runs.
     pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         // A mismatch is found before anything is set.
         let places = self.places(graph)?;
@@ -301,7 +301,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
+    /// Returns this rank's part of a parameter's optimizer states, by name, including states that were set since the
+    /// last step.
     ///
     /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
     /// must call it.

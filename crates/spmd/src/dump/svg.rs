@@ -12,7 +12,7 @@ const WIDTH: usize = 1120;
 const TOP: usize = 76;
 const ROW: usize = 24;
 const BOX: usize = 18;
-/// Left edge and width of the boxes of collectives and of computation.
+/// Left edge and width of the boxes: of collectives here, and of computation below.
 const TRAVELS: (usize, usize) = (92, 330);
 const COMPUTES: (usize, usize) = (500, 470);
 /// Maximum number of groups in a picture.

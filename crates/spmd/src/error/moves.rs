@@ -40,7 +40,7 @@ pub enum MoveError {
     #[error("no node was chosen to run in the next step; remove the pass, or let it move nodes")]
     Nothing,
 
-    /// Nodes cannot move in a step with a scaled loss.
+    /// A move of nodes in a step with a scaled loss.
     #[error(
         "a step with a scaled loss has several graphs, and none of their nodes can run in the next step; compute in \
          bf16, or remove the passes of Mode::move_to_next_iteration"

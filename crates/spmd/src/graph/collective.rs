@@ -95,7 +95,7 @@ impl CollectivePart {
         self.len_by(share, |partition| partition.len(rank))
     }
 
-    /// Returns the number of elements of the largest share: the padded length of the tensor on every rank.
+    /// Returns the number of elements of the largest share, to which every rank's share is padded.
     pub fn padded_len(&self, share: Share) -> usize {
         self.len_by(share, Partition::chunk_len)
     }
