@@ -32,7 +32,7 @@ const CHANGES: &str = "changes.txt";
 /// | file | |
 /// |---|---|
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
-/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, named as in errors |
+/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, with the pass's name |
 /// | `11-first-accumulate.txt` .. | the same for each part of a step that is split in three |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |

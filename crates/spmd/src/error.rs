@@ -455,7 +455,7 @@ pub enum Error {
     /// A collective operation that failed.
     #[error("at node {node}: {source}")]
     Collective {
-        /// Index of the node in the schedule.
+        /// Index of the node in the schedule; 0 for a collective outside of it.
         node: usize,
         /// The error of the collective.
         source: Arc<burn_fsdp_collectives::Error>,

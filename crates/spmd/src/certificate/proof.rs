@@ -35,8 +35,8 @@ pub struct Certificate {
     /// Operations that were treated as uninterpreted functions: equal operands have equal results, and nothing else is
     /// assumed.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls that
-    /// were checked in 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls. All
+    /// calls were checked in 64-bit floats, except fused programs of 16-bit values.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// Passes that are not proved: the user's, which may change what the step computes, and gradient clipping after
     /// them.

@@ -19,7 +19,7 @@ use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fi
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
-/// The inputs and optimizer operations for which a graph was created.
+/// The purpose, inputs and optimizer operations for which a graph was created.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     purpose: Purpose,
@@ -41,7 +41,7 @@ pub(super) struct Made {
     /// Fingerprint of all graphs.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
-    /// The proof that the plan computes what was traced, if requested.
+    /// The proof that the plan computes what was traced, if there is one.
     pub(super) certificate: Option<Arc<Certificate>>,
 }
 

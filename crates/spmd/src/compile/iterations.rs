@@ -20,7 +20,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
     /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
-    /// that read or set parameters or states do the same.
+    /// that read or set parameters or states run it as well.
     ///
     /// # Errors
     ///

@@ -186,7 +186,7 @@ impl Graph {
         self.next_id = self.next_id.max(1 << 32);
     }
 
-    /// Declares a value with a new id.
+    /// Declares a value, and returns its new id.
     pub fn add_value(
         &mut self,
         shape: impl Into<Vec<usize>>,
