@@ -1,4 +1,4 @@
-//! Burn's numeric, boolean and float operations.
+//! Burn's numeric, float, int and bool operations, and activations.
 
 use burn_ir::{
     ActivationOperationIr, BinaryOpIr, BoolOperationIr, FloatOperationIr, IntOperationIr,

@@ -237,7 +237,7 @@ struct Form {
     node: Node,
     sizes: Vec<usize>,
     numbers: Vec<f64>,
-    /// Numbers that do not depend on shapes.
+    /// Integers that must be equal in both graphs.
     fixed: Vec<u64>,
 }
 

@@ -60,7 +60,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Frees the pending gradients once the optimizer has used them.
+    /// Frees the pending values of a graph that has used them.
     pub(super) fn forget_pending(&mut self, graph: &Graph) {
         let gradients = graph.values().filter_map(|value| match value.role {
             Role::Pending(_) => Some(value.id),

@@ -24,13 +24,13 @@ pub enum MoveError {
          result and comes earlier; move it to before that node (IterationGraph::first_read)"
     )]
     Late {
-        /// The moved node.
+        /// Index of the moved node.
         node: usize,
         /// Name of its operation.
         operation: String,
-        /// The node that it should run before.
+        /// Index of the node that it should run before.
         before: usize,
-        /// The node that reads its result.
+        /// Index of the node that reads its result.
         reader: usize,
         /// Name of that node's operation.
         reads: String,
