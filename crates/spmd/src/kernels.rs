@@ -103,7 +103,7 @@ fn plain(operation: &OperationIr) -> Option<OperationIr> {
     })
 }
 
-/// Returns the node with the [plain] operation in place of its kernel; `None` if there is none.
+/// Returns the node with the [plain] operation in place of its kernel; `None` if it has no such operation.
 pub(crate) fn plain_node(node: &Node) -> Option<Node> {
     let mut plain = Node {
         operation: plain(&node.operation)?,

@@ -124,8 +124,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.run(graph, scalars, timeline)
     }
 
-    /// Records that values are in an undefined state. If `num_batches` micro-batches have run, this holds for every
-    /// error, because they have changed running statistics.
+    /// Records that values are in an undefined state. Once `num_batches` is not zero, this holds for every error,
+    /// because these micro-batches have changed running statistics.
     fn poison_after(&mut self, num_batches: usize, error: &Error) {
         match num_batches {
             0 => self.poison(error),

@@ -160,8 +160,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that does
-    /// not exist, or data of a different shape or type.
+    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that
+    /// does not exist, or data of a different shape or type.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -386,8 +386,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that does
-    /// not exist, or data of a different shape or type.
+    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that
+    /// does not exist, or data of a different shape or type.
     pub fn set_state_shard(
         &mut self,
         path: &str,
