@@ -329,7 +329,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.table_mut().reset_peak();
     }
 
-    /// Returns the specs of the module's tensors in module order, then of the tensors that an override adds.
+    /// Returns the specs of all tensors: first the module's, in module order, and then any that an override adds.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.specs
     }
