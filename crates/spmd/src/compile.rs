@@ -42,14 +42,14 @@ pub use state::OptimizerState;
 pub use step::CompiledStep;
 
 /// Compiles a train step: `loss` of a batch on the module that `init` creates, its gradients, and a step of `optimizer`
-/// for every parameter. `loss` returns only the loss, or a pair of the loss and other tensors that the step outputs;
-/// see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
+/// for every trained parameter. `loss` returns only the loss, or a pair of the loss and other tensors that the step
+/// outputs; see [`Loss`]. All ranks of the mode's group must call it, with the same arguments.
 ///
 /// The first batch of each set of shapes creates a graph. The initial values come from `init` on rank 0. No rank ever
 /// holds more than its part and one whole parameter, as long as `init` leaves parameters lazy, as Burn's layers do.
-/// [`LazyLora`](crate::LazyLora) does so for LoRA, unlike Burn's `apply_lora`. Until the first graph of
-/// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. To read
-/// values from a file, use [`compile_from`].
+/// [`LazyLora`](crate::LazyLora) does so for LoRA, unlike Burn's `apply_lora`. With
+/// [`DataParallel::Automatic`](crate::DataParallel::Automatic), parts are flat shards until the first graph decides the
+/// placements. To read values from a file, use [`compile_from`].
 ///
 /// The optimizer is one of Burn's for all parameters, or [`OptimizerGroups`] with different optimizers for groups of
 /// them. It also runs on the host at every step, and its host computations may depend on the learning rate, its step
@@ -102,8 +102,9 @@ pub use step::CompiledStep;
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the optimizer
-/// rejects a parameter, or reads tensors; [`Error::UnknownName`] for a group without any parameter; [`Error::Tied`];
-/// [`Error::ElementType`]; [`Error::Initialization`]; [`Error::Collective`].
+/// rejects a parameter, or reads tensors; [`Error::UnknownName`] for a group or pattern that matches no parameter;
+/// [`Error::Placement`], [`Error::Precision`], [`Error::LossScale`] or [`Error::Move`] for an unsupported mode;
+/// [`Error::Tied`]; [`Error::ElementType`]; [`Error::Initialization`]; [`Error::Collective`].
 pub fn compile<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&M, B) -> L + Send + 'static,
@@ -122,9 +123,9 @@ where
 /// Compiles as [`compile`] does, with initial values that each rank reads for itself, such as its own shards from a
 /// file.
 ///
-/// `read` is called once for each tensor of the module, in module order. It returns this rank's part in the requested
-/// shape, or `None` to use the value that `init` creates on rank 0. All ranks must return parts of the same tensors. A
-/// lazy parameter whose value is read is not initialised.
+/// `read` is called for each tensor of the module, in module order, once under each path that the tensor has. It
+/// returns this rank's part in the requested shape, or `None` to use the value that `init` creates on rank 0. All ranks
+/// must return parts of the same tensors. A lazy parameter whose value is read is not initialized.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -178,7 +179,7 @@ where
 ///
 /// # Errors
 ///
-/// Same as [`compile`]; [`OverrideError`](crate::OverrideError).
+/// Same as [`compile`]; [`Error::Override`].
 pub fn compile_with<M, B, L, O, V>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&V::Traced, B) -> L + Send + 'static,
@@ -198,11 +199,11 @@ where
     compile_on::<Flex, M, B, L, O, V, Error>(values, loss, optimizer, mode, over, on)
 }
 
-/// Compiles for any backend, as [`compile_from`] does with `(init, read)` and [`compile_with`] with an override (`()` for
-/// none). Parameters are initialised on `device`, with its default types, and steps run on `backend_device`.
+/// Compiles for any backend, with initial values as in [`compile_from`] and an override as in [`compile_with`] (`()`
+/// for none). Parameters are initialized on `device`, with its default types, and steps run on `backend_device`.
 ///
-/// Only Burn's CPU backend has kernels and a memory plan. Everything else is the same on all backends: a step is saved
-/// on one and resumed on another.
+/// Only Burn's CPU backend has kernels and a memory plan. Everything else is the same on all backends, so a step saved
+/// on one can be resumed on another.
 ///
 /// # Errors
 ///

@@ -32,7 +32,7 @@ const CHANGES: &str = "changes.txt";
 /// | file | |
 /// |---|---|
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
-/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, named as in errors |
+/// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, with the pass's name |
 /// | `11-first-accumulate.txt` .. | the same for each part of a step that is split in three |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: the computation by units, and the collectives |
 /// | `00-trace.dot` .. | all operations and their inputs, for Graphviz |
@@ -64,7 +64,7 @@ pub struct GraphDump {
 /// The dump of one plan, while it is written.
 pub(crate) struct Record<'a> {
     dump: &'a GraphDump,
-    /// A hidden folder until the dump is complete.
+    /// The hidden folder that holds the dump until it is complete.
     folder: TempDir,
     title: &'a str,
     /// Number of graphs so far.
@@ -273,7 +273,8 @@ fn remove_earlier(folder: &Path) -> Result<(), DumpError> {
     Ok(())
 }
 
-/// Finds the graphs of an earlier run: the folders, and the files of each. Rejects anything else among them.
+/// Finds the graphs of an earlier run: the folders, and the files of each. Rejects anything else in their place or
+/// among their files.
 fn earlier(folder: &Path) -> Result<Vec<(PathBuf, Vec<PathBuf>)>, DumpError> {
     let in_the_way = |path: PathBuf| DumpError::InTheWay {
         folder: folder.to_owned(),

@@ -1,10 +1,10 @@
-//! The transport's element types.
+//! The element types of collectives.
 
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// Returns the transport's element type to gather a type. Bytes are moved unchanged, so integers and bools can also be
-/// gathered.
+/// Returns the element type with which collectives move tensors of a type; `None` if they cannot. Bytes are moved
+/// unchanged, so integers and bools are also supported.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::I64 => Some(ElementType::I64),
@@ -19,7 +19,7 @@ pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// Returns the transport's element type to reduce a type; only float types have one.
+/// Returns the element type with which collectives reduce tensors of a type; `None` for types other than floats.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),

@@ -153,7 +153,7 @@ pub enum Error {
         known: String,
     },
 
-    /// A tensor cannot be placed on the mesh as requested.
+    /// A tensor that cannot be placed on the mesh as requested.
     #[error(
         "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
@@ -236,7 +236,7 @@ pub enum Error {
          optimizer such as AdamW"
     )]
     OptimizerNotElementwise {
-        /// The parameter.
+        /// Path of the parameter.
         path: String,
         /// The operation that combines elements.
         operation: String,
@@ -286,7 +286,7 @@ pub enum Error {
     #[error("a step needs at least one micro-batch; call it with the batches of the step")]
     NoBatch,
 
-    /// Micro-batches of one step that give gradients to different parameters.
+    /// Micro-batches of one step that produce gradients for different parameters.
     #[error(
         "some micro-batches of a step give parameter \"{path}\" a gradient, but others give none, or one that it shares \
          with another parameter; give micro-batches equal shapes and use the parameter in each, multiplied by zero where \
@@ -315,7 +315,7 @@ pub enum Error {
     UntraceableOptimizer {
         /// Type of the optimizer.
         optimizer: &'static str,
-        /// The parameter.
+        /// Path of the parameter.
         path: String,
         /// The reason: the part of the step or state that cannot be traced.
         reason: String,
@@ -356,7 +356,7 @@ pub enum Error {
         After(after)
     )]
     InvalidGraph {
-        /// The rule.
+        /// Name of the rule.
         rule: &'static str,
         /// The pass that produced the graph, if any.
         after: Option<PassId>,
@@ -378,7 +378,7 @@ pub enum Error {
     NotCertified {
         /// The first pass after which the step computes something else; `None` if the trace itself is invalid.
         pass: Option<PassId>,
-        /// The first node that is known to compute something else, by its index.
+        /// Index of the first node that is known to compute something else, if any.
         node: Option<usize>,
         /// Description of that node.
         operation: String,
@@ -455,7 +455,7 @@ pub enum Error {
     /// A collective operation that failed.
     #[error("at node {node}: {source}")]
     Collective {
-        /// Index of the node in the schedule.
+        /// Index of the node in the schedule; 0 for a collective outside of it.
         node: usize,
         /// The error of the collective.
         source: Arc<burn_fsdp_collectives::Error>,
@@ -466,7 +466,7 @@ pub enum Error {
         "parameter \"{path}\" has element type {dtype:?}, which collectives cannot move; use a float type"
     )]
     ElementType {
-        /// The parameter.
+        /// Path of the parameter.
         path: String,
         /// Element type of the parameter.
         dtype: DType,

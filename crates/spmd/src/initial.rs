@@ -29,7 +29,7 @@ pub struct ShardSpec<'a> {
     pub whole: &'a ParameterSpec,
     /// The elements of the whole tensor that this rank holds, possibly none.
     pub region: Region,
-    /// The shape of this rank's part: flat if the tensor is cut between elements.
+    /// The shape of this rank's part. It has one dim if the tensor is divided into flat shards.
     pub shape: Vec<usize>,
 }
 
@@ -98,7 +98,7 @@ impl InitialValues {
         self
     }
 
-    /// Returns the whole parameter, on all ranks.
+    /// Gathers a whole parameter. All ranks must call it.
     pub(crate) fn whole(&self, path: &str, ranks: &Ranks) -> Result<TensorData, Error> {
         let held = self.held(path)?;
         held.divided(ranks).whole(path, &held.data)
@@ -152,7 +152,7 @@ impl InitialValues {
     }
 
     /// Removes a value, and returns it in the layout that the parameter has in the graph.
-    /// [`set_local`](Self::set_local) restores it. All ranks must call it.
+    /// [`set_local`](Self::set_local) restores it. All ranks must call it if the layouts differ.
     pub(crate) fn take(
         &mut self,
         parameter: &Parameter,
@@ -425,7 +425,7 @@ where
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
         let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
-        // A lazy parameter whose value is read is never initialised.
+        // A lazy parameter whose value is read is never initialized.
         self.visit(|| param.into_value().into_data());
         Param::initialized(id, stand_in)
     }

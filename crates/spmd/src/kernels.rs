@@ -66,7 +66,8 @@ pub(crate) fn fused_node(
     node
 }
 
-/// Returns the single operation of Burn that a kernel replaces: a product, the sums along a dim, or a cast.
+/// Returns the Burn operation that a kernel replaces, if it is a single one: a matrix product, a sum along a dim, or a
+/// cast.
 fn plain(operation: &OperationIr) -> Option<OperationIr> {
     let OperationIr::Custom(call) = operation else {
         return None;
@@ -102,7 +103,7 @@ fn plain(operation: &OperationIr) -> Option<OperationIr> {
     })
 }
 
-/// Returns the node with the [plain] operation of its kernel.
+/// Returns the node with the [plain] operation in place of its kernel; `None` if it has no such operation.
 pub(crate) fn plain_node(node: &Node) -> Option<Node> {
     let mut plain = Node {
         operation: plain(&node.operation)?,

@@ -36,10 +36,10 @@
 //! | weights kept until backward | U | U | 1 |
 //! | no buckets, weights kept | P | P | 1 |
 //!
-//! If forward or backward returns to a unit after two others, it gathers the unit a second time and keeps it until its
-//! last use of the unit. Each of them therefore takes at most 2 U all-gathers, regardless of how often a loop uses the
-//! units. Frozen parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to
-//! check that all ranks run the same graph.
+//! If forward or backward returns to a unit after two others, it gathers the unit a second time and keeps it until that
+//! phase last uses it. Each phase therefore takes at most 2 U all-gathers, however often a loop uses the units. Frozen
+//! parameters are gathered but not reduced. Before anything runs, every step also exchanges 8 bytes to check that all
+//! ranks run the same graph.
 //!
 //! A step of [`Strategy::NoShard`] takes as many all-reduces as there are buckets of gradients and loss, or P + 1
 //! without buckets. All of these counts are independent of the number of ranks, and also hold for one rank.
@@ -105,7 +105,7 @@ pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
-/// Burn's types for the call and tensors of a custom operation, for [`CustomOperation`], and for backends that run steps.
+/// Burn's types for the call and tensors of a [`CustomOperation`], and the trait of backends that run steps.
 pub use burn_ir::{BackendIr, CustomOpIr, HandleKind};
 
 /// The float types in which a step computes and in which it reduces gradients.

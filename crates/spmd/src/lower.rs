@@ -29,7 +29,7 @@ fn prepared(graph: Graph, mode: &mut Mode) -> Result<Graph, Error> {
     mode.prepare(graph)
 }
 
-/// Applies the passes of a mode to a graph of one rank, over the joined batch if the mode has one. If the mode's
+/// Applies the passes of a mode to a one-rank graph, traced over the joined batch if the mode has one. If the mode's
 /// optimizer runs in the next forward, the result is the main graph. If the loss is
 /// [scaled](crate::passes::schedule::Options::scale_loss), the result is the graph of a micro-batch, without the
 /// optimizer. Nothing is [dumped](Mode::dump).
@@ -72,8 +72,8 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
 ///
 /// The model must behave the same at the small shapes. As a rule, dims of size one stay one, and all others are at
 /// least two. Burn's `Linear` on three or more dims folds the leading dims into one if the result is squarer, unless
-/// the second-to-last dim is a multiple of 32. Keep that dim at one, or as large as necessary. The model's widths may
-/// also be smaller.
+/// the second-to-last dim is a multiple of 32. Keep that dim at one, or large enough that `Linear` decides as in the
+/// run. The model's widths may also be smaller.
 ///
 /// # Errors
 ///

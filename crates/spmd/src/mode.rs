@@ -178,7 +178,7 @@ impl Mode {
     /// of the batch.
     ///
     /// The numbers differ from those of Burn's generator with the same seed, and may change with the version of the
-    /// crate `rand`. The seed does not affect evaluations, initial values, custom operations, and random numbers of an
+    /// crate `rand`. The seed does not affect evaluations, initial values, custom operations or random numbers of an
     /// optimizer.
     ///
     /// ```
@@ -222,10 +222,10 @@ impl Mode {
         self
     }
 
-    /// Sets the number of graphs to keep. There is one graph for each combination of input shapes, values named with
-    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed), and optimizer operations. The first step's optimizer
-    /// operations differ, so it has its own graph. The default is 8 and the minimum is 1; the least recently used graph
-    /// is evicted first.
+    /// Sets the number of graphs to keep. There is one graph for each combination of input shapes and types, values
+    /// named with [`BatchMapper::fixed`](crate::BatchMapper::fixed), number of micro-batches, and optimizer operations.
+    /// An optimizer that creates its states in the first step has a separate graph for it. The default is 8 and the
+    /// minimum is 1; the least recently used graph is evicted first.
     #[must_use]
     pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
@@ -343,8 +343,8 @@ impl Mode {
         }
     }
 
-    /// Rejects full-precision module patterns that match none of these parameters. The paths include all fields that
-    /// share a parameter, which a graph does not contain.
+    /// Rejects full-precision module patterns that match none of these parameters. `paths` should include all fields
+    /// that share a parameter; a graph contains only the first.
     pub(crate) fn check_full(&self, paths: &[&str]) -> Result<(), Error> {
         match self.options.precision.unmatched(paths) {
             Some(pattern) => Err(Error::UnknownName {
@@ -413,7 +413,8 @@ impl Mode {
         self.division = Division::Least(None);
     }
 
-    /// Numbers the random draws of a traced step if the mode has a seed, and decides the placements that are left open.
+    /// Checks the options against a traced step, assigns owners, numbers the random draws if the mode has a seed, and
+    /// decides the placements that are left open.
     pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
         let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
         let parameters: Vec<_> = parameters.collect();

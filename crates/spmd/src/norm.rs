@@ -16,7 +16,7 @@ use crate::graph::CustomProfile;
 /// The name under which a step reports its gradient norm.
 pub const GRAD_NORM: &str = "grad_norm";
 
-/// Returns the call that measures the norm of some gradients as one vector.
+/// Returns the call that computes the norm of gradients, taken together as one vector.
 pub(crate) fn local_norm(clip: &Clip, gradients: Vec<TensorIr>, norm: TensorIr) -> CustomOpIr {
     CustomOpIr {
         id: LOCAL_NORM.to_owned(),
@@ -47,7 +47,7 @@ pub(crate) fn with_norms<B: BackendIr>(operations: CustomOperations<B>) -> Custo
     operations.with(LocalNorm).with(Coefficients)
 }
 
-/// Name of the operation that measures the norm of gradients.
+/// Name of the operation that computes the norm of a rank's gradients.
 pub(crate) const LOCAL_NORM: &str = "burn_fsdp.local_norm";
 /// Name of the operation that computes clipping factors.
 pub(crate) const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";

@@ -2,7 +2,7 @@
 //!
 //! Burn panics on unsupported calls. If such a panic becomes an [`Error`](crate::error::Error), every rank would print
 //! its message and backtrace before the error; this module suppresses them. Panics in other code are printed as usual:
-//! the hook checks a flag of the thread, and then calls the hook that was installed before.
+//! outside of [`caught`], the hook calls the hook that was installed before.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};

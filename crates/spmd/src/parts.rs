@@ -274,7 +274,7 @@ pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error>
     })
 }
 
-/// Sends rank 0's data to all ranks, and returns it on each.
+/// Sends the data of the group's rank 0 to all its ranks, and returns it on each.
 pub(crate) fn broadcast(
     group: &ProcessGroup,
     path: &str,

@@ -52,7 +52,7 @@ pub enum PassId {
     SelectKernels,
     /// The pass [`Liveness`](crate::passes::Liveness).
     Liveness,
-    /// A pass of the user, by its name.
+    /// A user's pass, by name.
     User(&'static str),
 }
 

@@ -140,7 +140,7 @@ impl Stages {
     ) -> Result<Self, Error> {
         let plan = self.whole.pop().ok_or_else(no_plan)?;
         let begin = self.whole.len();
-        // `see` was already called with the plan after the pass that made it.
+        // `see` was already called with the plan, after the pass that produced it.
         let mut is_seen = true;
         let see = &mut |graph: &Graph| {
             if !std::mem::take(&mut is_seen) {

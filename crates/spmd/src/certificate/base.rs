@@ -76,7 +76,7 @@ impl Call<'_> {
                 let is_all = matches!(operation, Op::AllDim(_));
                 self.joined(input, &[op.axis], &op.out, is_all)
             }
-            // No result may depend on uninitialised memory, so it is random.
+            // No result may depend on uninitialized memory, so it is random.
             Op::Empty(_) => return self.drawn(),
             Op::ScatterNd(_) | Op::GatherNd(_) => return self.opaque(),
         };

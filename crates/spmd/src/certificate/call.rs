@@ -60,7 +60,7 @@ impl Call<'_> {
         scalar.ok_or_else(|| format!("it has no scalar {index}"))
     }
 
-    /// Returns an uninterpreted function of everything that the operation reads, as whole tensors.
+    /// Evaluates the operation as an uninterpreted function of its operands, each taken as a whole.
     pub(super) fn opaque(&self) -> Result<Vec<Tensor>, String> {
         let name = operation_name(&self.node.operation);
         let mut hash = Hash::named(&name);
@@ -72,8 +72,8 @@ impl Call<'_> {
         Ok(self.drawn_from(hash))
     }
 
-    /// Returns an uninterpreted function of each plane. A plane is a channel of a sample, as numbered by the first two
-    /// dims, and a result depends only on the same plane of the operands.
+    /// Evaluates the operation as an uninterpreted function of each plane. A plane is a channel of a sample, as
+    /// numbered by the first two dims, and a result depends only on the same plane of the operands.
     pub(super) fn by_plane(&self) -> Result<Vec<Tensor>, String> {
         let operation = &self.node.operation;
         let name = operation_name(operation);
@@ -107,8 +107,8 @@ impl Call<'_> {
         outputs.collect()
     }
 
-    /// Returns random results, which depend on the node, the run and the rank. With a joined batch, each rank has its
-    /// part of one draw.
+    /// Returns random results, which depend on the node and the run. Each rank draws separately; with a joined batch,
+    /// it has its part of one draw.
     pub(super) fn drawn(&self) -> Result<Vec<Tensor>, String> {
         let Place {
             mesh,

@@ -202,7 +202,7 @@ impl<N: Number> KernelCall<'_, N> {
         ])
     }
 
-    /// Creates an attention from its operands and from `behind`, the masks and factors that follow them.
+    /// Creates the call of attention from its operands and from `behind`, the masks and factors that follow them.
     fn attention<'a>(
         &self,
         operands: [&'a Tensor<N>; 3],
@@ -357,10 +357,10 @@ impl Middle {
     }
 }
 
-/// A row minus its middle, scaled to a mean square of one.
+/// A row minus its middle, times `rate`.
 struct Normal<N> {
     row: Vec<N>,
-    /// The factor of the scaling: the reciprocal of the deviation.
+    /// `1 / sqrt(mean_square + epsilon)`, where the mean square is that of the row minus its middle.
     rate: N,
 }
 

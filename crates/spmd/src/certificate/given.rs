@@ -1,4 +1,4 @@
-//! The random inputs of a step (parameters, states and batches), sharded like the plan's.
+//! The random inputs of a step (parameters, buffers, states and batches), sharded like the plan's.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -97,7 +97,8 @@ impl Machine {
         self.ranks[rank].values.insert(id, tensor);
     }
 
-    /// Begins a run: sets a new batch on all ranks, and given values that the previous run did not leave.
+    /// Begins a run: on all ranks, sets a new batch, and sets the given values that the previous run did not leave
+    /// there.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
         let owned = owned_of(graph);

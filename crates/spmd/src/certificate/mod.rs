@@ -84,7 +84,8 @@ pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certif
     })
 }
 
-/// Estimates the number of multiplications in a run of a one-rank graph from its shapes.
+/// Estimates the work of a run of a one-rank graph from its shapes: the multiplications plus the elements of all
+/// operands and results.
 pub(crate) fn work(graph: &Graph) -> u64 {
     let of_node = |node: &Node| {
         let elements = node.operation.nodes().into_iter();

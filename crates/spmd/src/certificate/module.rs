@@ -1,4 +1,4 @@
-//! Burn's module operations: linear layers, embeddings, convolutions.
+//! Burn's module operations, such as linear layers, embeddings and convolutions.
 
 use burn_ir::{BatchNormOpIr, ModuleOperationIr, TensorIr};
 

@@ -21,10 +21,10 @@ pub(super) trait Number: Copy + Default {
     fn of_scalar(scalar: Scalar) -> Self;
     /// Converts an element of an integer tensor to an index.
     fn index(self) -> usize;
-    /// Returns the value of the named function of one number.
+    /// Applies the named function to a number.
     fn function(name: &str, argument: Self) -> Self;
-    /// Returns the result of a step of a fused program. Each operand is a number, paired with its scalar if it is a
-    /// scalar.
+    /// Returns the result of a step of a fused program. Each operand is a number, paired with the scalar that it comes
+    /// from, if any.
     fn step(
         operation: PointwiseOperation,
         first: (Self, Option<Scalar>),

@@ -1,4 +1,4 @@
-//! Burn's numeric, boolean and float operations.
+//! Burn's numeric, float, int and bool operations, and activations.
 
 use burn_ir::{
     ActivationOperationIr, BinaryOpIr, BoolOperationIr, FloatOperationIr, IntOperationIr,
@@ -58,7 +58,7 @@ impl Call<'_> {
         Ok(vec![one])
     }
 
-    /// Returns the results of comparisons and of operations along dims.
+    /// Returns the results of comparisons, reductions and operations along dims.
     fn ordered_or_reduced(&self, operation: &NumericOperationIr) -> Result<Vec<Tensor>, String> {
         use NumericOperationIr as Op;
         let one = match operation {

@@ -103,7 +103,7 @@ pub(super) fn sigmoid_gradient(result: Element, grad: Element) -> Element {
     mul(grad, mul(result, sub(1, result)))
 }
 
-/// An operand of a step: its element, paired with its scalar if it is a scalar.
+/// An operand of a step: its element, paired with the scalar that it comes from, if any.
 pub(super) type Operand = (Element, Option<Scalar>);
 
 /// Returns the result of a step of a fused program.

@@ -27,15 +27,16 @@ pub struct Certificate {
     pub passes: Vec<PassId>,
     /// The number of nodes of the plan.
     pub num_nodes: usize,
-    /// The number of results of a step that were compared on each rank: loss, outputs, parameters, states, buffers.
+    /// The number of results that were compared on each rank, over all steps of the proof: loss, outputs, parameters,
+    /// states, buffers.
     pub num_tensors: usize,
-    /// The number of elements that were compared.
+    /// The number of elements of these results, over all ranks.
     pub num_elements: usize,
     /// Operations that were treated as uninterpreted functions: equal operands have equal results, and nothing else is
     /// assumed.
     pub uninterpreted: Vec<String>,
-    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls that
-    /// were checked in 64-bit floats.
+    /// Kernels that were replaced with their composed forms in the proof, each with the number of different calls. All
+    /// calls were checked in 64-bit floats, except fused programs of 16-bit values.
     pub checked_in_floats: BTreeMap<String, usize>,
     /// Passes that are not proved: the user's, which may change what the step computes, and gradient clipping after
     /// them.
@@ -106,7 +107,7 @@ impl<'a> Parts<'a> {
 }
 
 /// Checks the kernels of several graphs against their composed forms. Each graph is paired with its twin at small
-/// shapes, or with itself. Returns the number of checks of each kernel.
+/// shapes, or with itself. Returns, for each kernel, the largest number of checks in one graph.
 ///
 /// # Errors
 ///

@@ -19,8 +19,8 @@ use crate::norm::{GRAD_NORM, scalars};
 /// For each gradient, its means over ranks: one for each micro-batch.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
 
-/// Runs a one-rank graph on each rank of the machine, once per micro-batch, and replaces each rank's gradients and loss
-/// with their means.
+/// Runs forward and backward of a one-rank graph on each rank of the machine, once per micro-batch. Then replaces
+/// gradients and losses with their means, and runs the optimizer.
 pub(super) fn step(
     machine: &mut Machine,
     graph: &Graph,

@@ -6,7 +6,7 @@ use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::Kind;
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
-/// Returns each member's flat result of one part of a collective, from the values of all members.
+/// Returns each rank's flat result of one part of a collective, from the values of all ranks of the group.
 pub(super) fn exchanged(
     collective: &Collective,
     part: &CollectivePart,
@@ -69,7 +69,7 @@ fn head(own: &[Element], len: usize) -> Result<&[Element], String> {
         .ok_or_else(|| format!("a rank contributes {} elements instead of {len}", own.len()))
 }
 
-/// Reduces the values of all members.
+/// Reduces the values of all ranks of the group.
 fn combined(collective: &Collective, given: &[&[Element]]) -> Result<Vec<Element>, String> {
     let len = given.first().map_or(0, |first| first.len());
     if given.iter().any(|other| other.len() != len) {

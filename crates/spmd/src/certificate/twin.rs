@@ -237,7 +237,7 @@ struct Form {
     node: Node,
     sizes: Vec<usize>,
     numbers: Vec<f64>,
-    /// Numbers that do not depend on shapes.
+    /// Integers that must be equal in both graphs.
     fixed: Vec<u64>,
 }
 
@@ -331,7 +331,7 @@ impl Form {
     }
 }
 
-/// Returns a partition of nothing, with the same number of shards and the same owner.
+/// Returns an empty partition with the same number of shards and the same owner.
 fn without_size(partition: &Partition) -> Partition {
     let shards = partition.num_shards();
     let empty = match partition.sole_owner() {

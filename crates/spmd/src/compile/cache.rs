@@ -19,7 +19,7 @@ use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fi
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
-/// The inputs and optimizer operations for which a graph was created.
+/// The purpose, inputs and optimizer operations for which a graph was created.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     purpose: Purpose,
@@ -41,7 +41,7 @@ pub(super) struct Made {
     /// Fingerprint of all graphs.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
-    /// The proof that the plan computes what was traced, if requested.
+    /// The proof that the plan computes what was traced, if there is one.
     pub(super) certificate: Option<Arc<Certificate>>,
 }
 
@@ -256,7 +256,7 @@ fn stepped(graph: &Graph) -> Stepped {
     stepped.collect()
 }
 
-/// Rejects an optimizer that would give each rank different parameters.
+/// Rejects an optimizer that would compute different parameters on each rank.
 fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
     let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
     let drawn = graph.nodes().iter().find(is_drawn);

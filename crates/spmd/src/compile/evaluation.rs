@@ -77,7 +77,8 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         Self::on(&Device::flex(), init, forward)
     }
 
-    /// Creates an evaluation like [`new`](Self::new), for a step that runs on a device whose default types differ.
+    /// Creates an evaluation like [`new`](Self::new), for a step that was compiled on a device with other default types
+    /// than Burn's CPU device.
     pub fn on<M: Module + 'static>(
         device: &Device,
         init: impl Fn(&Device) -> M + Send + 'static,
@@ -227,9 +228,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Evaluation`] for a module other than the step's, and before the first step of
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), which decides the placements; [`Error::Output`];
-    /// [`Error::NotRepeatable`]; the errors of [`step`](Self::step).
+    /// [`Error::Evaluation`] for a module other than the step's, for a tensor of the batch without a placement, and
+    /// before the first step of [`DataParallel::Automatic`](crate::DataParallel::Automatic), which decides the
+    /// placements; [`Error::Output`]; [`Error::NotRepeatable`]; the errors of [`step`](Self::step).
     pub fn evaluate<E: Batch, P: Batch + Send>(
         &mut self,
         evaluation: &mut Evaluation<E, P>,

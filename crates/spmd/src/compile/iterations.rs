@@ -21,7 +21,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Runs [`step`](Self::step) completely, leaving no work for the next call. With
     /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward), or if passes [move
     /// nodes](Mode::move_to_next_iteration), it also runs the part of this step that the next call would run. Calls
-    /// that read or set parameters or states do the same.
+    /// that read or set parameters or states run it as well.
     ///
     /// # Errors
     ///
@@ -41,7 +41,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Execution`], [`Error::Collective`].
+    /// [`Error::Execution`], [`Error::Collective`], [`Error::Poisoned`].
     pub fn flush(&mut self) -> Result<(), Error> {
         self.expect_defined()?;
         let Some(pending) = self.pending.take() else {
@@ -61,7 +61,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Frees the pending gradients once the optimizer has used them.
+    /// Frees the pending values of a graph that has used them.
     pub(super) fn forget_pending(&mut self, graph: &Graph) {
         let gradients = graph.values().filter_map(|value| match value.role {
             Role::Pending(_) => Some(value.id),
@@ -107,7 +107,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(prepared)
     }
 
-    /// Returns the graph and scalars that this rank would run, without communication or changes.
+    /// Returns the graph and scalars that this rank would run, without communication. Changes no values.
     fn prepare_own(&mut self, rates: &ModuleLearningRate, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(rates)?;

@@ -21,7 +21,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::LossScale`] if the step scales no loss, or the scale is not positive, finite and normal in 32 bits.
+    /// [`Error::LossScale`] if the step does not scale its loss, or the scale is not positive, finite and normal in 32
+    /// bits.
     pub fn set_loss_scale(&mut self, state: LossScalerState) -> Result<(), Error> {
         let Some(scaler) = &mut self.done.scaler else {
             return Err(ScaleError::Off.into());
@@ -39,7 +40,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns true if the last step was skipped because a gradient of a rank had overflowed. Parameters, optimizer
+    /// Returns true if the last step was skipped because a gradient had overflowed on some rank. Parameters, optimizer
     /// states and the optimizer's step numbers are then unchanged, but running statistics are not. The result is equal
     /// on all ranks.
     pub fn was_skipped(&self) -> bool {
@@ -49,8 +50,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Divides the pending gradients of this graph's optimizer by the scale of the loss, if it is scaled. Returns false
-    /// if a gradient of any rank is infinite or NaN; the scale is then reduced, and the step must be skipped.
-    /// Collective: the ranks exchange one byte.
+    /// if a gradient of any rank is infinite or NaN; the scale is then reduced if possible, and the step must be
+    /// skipped. All ranks must call it; with a scaled loss, they exchange one byte.
     pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
         let Some(mut scaler) = self.done.scaler else {
             return Ok(true);
@@ -91,7 +92,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(scaler.last == Last::Taken)
     }
 
-    /// Returns the error for a step whose gradients overflow at every scale.
+    /// Returns an error if the gradients of the last step overflowed and the scale cannot be reduced.
     pub(super) fn vanished(&self) -> Result<(), Error> {
         match self.done.scaler {
             Some(Scaler {

@@ -33,8 +33,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::NoBatch`] if there are none; [`Error::MicroBatches`] if they give gradients to different parameters;
-    /// the errors of [`step`](Self::step).
+    /// [`Error::NoBatch`] if there are none; [`Error::MicroBatches`] if they produce gradients for different
+    /// parameters; the errors of [`step`](Self::step).
     pub fn step_accumulated(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -124,8 +124,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.run(graph, scalars, timeline)
     }
 
-    /// Records that values are in an undefined state after `num_batches` micro-batches, which have changed running
-    /// statistics.
+    /// Records that values are in an undefined state. Once `num_batches` is not zero, this holds for every error,
+    /// because these micro-batches have changed running statistics.
     fn poison_after(&mut self, num_batches: usize, error: &Error) {
         match num_batches {
             0 => self.poison(error),
@@ -187,8 +187,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             last = Some((update.clone(), made.clone()));
         }
         let (update, made) = last.ok_or(Error::NoBatch)?;
-        // Finishes the previous step if it is pending, because its gradients have the same numbers. All ranks do so,
-        // now that they agree.
+        // Finishes the previous step if it is pending, because its pending gradients have the same ids. All ranks do
+        // so, now that they agree.
         self.flush()?;
         for graph in &graphs {
             self.begin(graph)?;

@@ -13,7 +13,7 @@ use crate::trace::ParameterSpec;
 /// module must exist in the other module with the same shapes and types. They start with the values that the step's
 /// `init` creates. Checkpoints, [`CompiledStep::parameter`](crate::CompiledStep::parameter) and evaluations with either
 /// module use these paths. Tensors that the other module adds become part of the step, after the module's own. An added
-/// tensor starts with its value in the other module on rank 0, and is trained if that module requires it.
+/// tensor starts with its value in the other module on rank 0, and is trained if that module requires its gradient.
 /// [`CompiledStep::parameters`](crate::CompiledStep::parameters) and checkpoints contain it under its path.
 ///
 /// `()` overrides nothing, and a pair applies its overrides in order. A part whose type is not a generic parameter

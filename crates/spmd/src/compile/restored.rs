@@ -76,7 +76,7 @@ pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a>
 }
 
 /// Returns an optimizer state as if it were a parameter. A state of the parameter's shape is divided like the
-/// parameter, and any other is whole. States of a parameter that one rank owns are on that rank in their own shapes.
+/// parameter, and any other is whole. The owner of a parameter has its states whole.
 pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
     let parameter = graph.parameter(path);
     let states = parameter.map(|parameter| parameter.states.as_slice());

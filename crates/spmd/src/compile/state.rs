@@ -47,7 +47,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`], [`Error::Collective`].
+    /// [`Error::UnknownName`], [`Error::Collective`]; the errors of [`flush`](Self::flush).
     pub fn parameter(&mut self, path: &str) -> Result<TensorData, Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -66,7 +66,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`].
+    /// [`Error::UnknownName`]; the errors of [`flush`](Self::flush).
     pub fn shard(&mut self, path: &str) -> Result<TensorData, Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -83,7 +83,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type.
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type; the errors of
+    /// [`flush`](Self::flush).
     pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.flush()?;
         let spec = self.spec(path)?;
@@ -109,7 +110,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`], [`Error::Collective`].
+    /// [`Error::UnknownName`], [`Error::Collective`]; the errors of [`flush`](Self::flush).
     pub fn states(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -159,8 +160,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
-    /// shape or type.
+    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that
+    /// does not exist, or data of a different shape or type.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         let path = &*self.spec(path)?.path.clone();
         self.flush()?;
@@ -169,7 +170,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Passes missing values to the executor before a graph runs.
+    /// Passes the initial values and the restored states to the executor before a graph runs.
     pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         // A mismatch is found before anything is set.
         let places = self.places(graph)?;
@@ -249,9 +250,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok((parameter, value))
     }
 
-    /// Returns the layout of a parameter or buffer, of its gradient and of its states. With
-    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), it is the layout of flat shards until the first
-    /// graph decides the placements.
+    /// Returns the layout of a parameter or buffer, which its gradient shares; [`state_place`](Self::state_place)
+    /// returns the layout of a state. With [`DataParallel::Automatic`](crate::DataParallel::Automatic), it is the
+    /// layout of flat shards until the first graph decides the placements.
     ///
     /// # Errors
     ///
@@ -285,7 +286,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type.
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type; the errors of
+    /// [`flush`](Self::flush).
     pub fn set_shard(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.flush()?;
         self.check_shard(path, &data)?;
@@ -301,14 +303,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Returns this rank's part of a parameter's optimizer states, by name; empty before its first step.
+    /// Returns this rank's part of a parameter's optimizer states, by name, including states that were set since the
+    /// last step.
     ///
     /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
     /// must call it.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`].
+    /// [`Error::UnknownName`]; the errors of [`flush`](Self::flush).
     pub fn state_shards(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
         self.flush()?;
         let mut states = BTreeMap::new();
@@ -383,8 +386,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownName`] for the path. The next step reports a slot that does not exist, or data of a different
-    /// shape or type.
+    /// [`Error::UnknownName`] for the path; the errors of [`flush`](Self::flush). The next step reports a slot that
+    /// does not exist, or data of a different shape or type.
     pub fn set_state_shard(
         &mut self,
         path: &str,
@@ -417,7 +420,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// # Errors
     ///
     /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that does not
-    /// belong to this optimizer, or is incomplete. Nothing is changed in that case.
+    /// belong to this optimizer, or is incomplete. No state is changed in that case. Also the errors of
+    /// [`flush`](Self::flush).
     pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
         self.flush()?;
         let mut restored = BTreeMap::new();
@@ -463,7 +467,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// Same as [`set_shard`](Self::set_shard).
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has a different shape or type.
     pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;

@@ -1,4 +1,4 @@
-//! The compiled step: its graphs, its tensors, and the optimizer's step that is pending.
+//! The compiled step: its graphs, its tensors, and the pending part of its last step.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -257,17 +257,18 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.current.as_deref()
     }
 
-    /// Returns the proof that the most recently used graph computes what was traced, if the mode is set to
-    /// [prove](Mode::certified) it.
+    /// Returns the proof that the most recently used graph computes what was traced; `None` if it was not
+    /// [proved](Mode::certified).
     pub fn certificate(&self) -> Option<&Certificate> {
         self.graphs.certificate()
     }
 
-    /// Creates the graph for a batch like [`step`](Self::step), without running it. All ranks must call it.
+    /// Returns the graph that [`step`](Self::step) would run for a batch, created if necessary. With a scaled loss, it
+    /// is the graph of the batch without the optimizer. All ranks must call it.
     ///
     /// # Errors
     ///
-    /// Errors of tracing.
+    /// Same as [`step`](Self::step).
     pub fn compile_for(
         &mut self,
         rates: impl Into<ModuleLearningRate>,
@@ -323,12 +324,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.executor.table()
     }
 
-    /// Begins a new measurement of the peak.
+    /// Begins a new measurement of peak memory.
     pub fn reset_peak(&mut self) {
         self.executor.table_mut().reset_peak();
     }
 
-    /// Returns the tensors of the module in visiting order.
+    /// Returns the specs of all tensors: first the module's, in module order, and then any that an override adds.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.specs
     }

@@ -12,8 +12,9 @@ const WIDTH: usize = 1120;
 const TOP: usize = 76;
 const ROW: usize = 24;
 const BOX: usize = 18;
-/// Left edge and width of the boxes of collectives and of computation.
+/// Left edge and width of the boxes of collectives.
 const TRAVELS: (usize, usize) = (92, 330);
+/// Left edge and width of the boxes of computation.
 const COMPUTES: (usize, usize) = (500, 470);
 /// Maximum number of groups in a picture.
 const MOST_ROWS: usize = 4000;

@@ -24,13 +24,13 @@ pub enum MoveError {
          result and comes earlier; move it to before that node (IterationGraph::first_read)"
     )]
     Late {
-        /// The moved node.
+        /// Index of the moved node.
         node: usize,
         /// Name of its operation.
         operation: String,
-        /// The node that it should run before.
+        /// Index of the node that it should run before.
         before: usize,
-        /// The node that reads its result.
+        /// Index of the node that reads its result.
         reader: usize,
         /// Name of that node's operation.
         reads: String,
@@ -40,7 +40,7 @@ pub enum MoveError {
     #[error("no node was chosen to run in the next step; remove the pass, or let it move nodes")]
     Nothing,
 
-    /// Nodes cannot move in a step with a scaled loss.
+    /// A move of nodes in a step with a scaled loss.
     #[error(
         "a step with a scaled loss has several graphs, and none of their nodes can run in the next step; compute in \
          bf16, or remove the passes of Mode::move_to_next_iteration"

@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OverrideError {
-    /// The module lacks a parameter or buffer.
+    /// A parameter or buffer that the module lacks.
     #[error(
         "the module of an override has no \"{path}\", but the step's module does; an override must keep all parameters \
          under the same paths: keep the part that contains it, or compile another model"
@@ -14,7 +14,7 @@ pub enum OverrideError {
         path: String,
     },
 
-    /// A parameter or buffer of the module has another type, shape or kind.
+    /// A parameter or buffer that has another type, shape or kind in the module.
     #[error(
         "an override changes parameter \"{path}\" from {expected} to {got}; replace parts only with ones that have the \
          same parameters under the same paths"

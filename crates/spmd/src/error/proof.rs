@@ -19,7 +19,7 @@ pub enum ProofError {
     Twin {
         /// The first pass after which they differ; `None` if the traces do.
         pass: Option<PassId>,
-        /// The first node that differs.
+        /// Index of the first node that differs, if any.
         node: Option<usize>,
         /// Description of that node.
         operation: String,

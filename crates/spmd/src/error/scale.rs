@@ -6,7 +6,7 @@ use burn_fsdp_mesh::ScalingFault;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScaleError {
-    /// An option of the scaling is out of its range.
+    /// A scaling option that is out of range.
     #[error(transparent)]
     Option(#[from] ScalingFault),
 

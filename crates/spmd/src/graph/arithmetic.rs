@@ -79,7 +79,8 @@ impl Flops {
     }
 }
 
-/// Counts the bytes that a node reads and writes in memory: every operand and result once.
+/// Counts the bytes that a node reads and writes in memory: every operand and result once, and none for views, drops
+/// and collectives.
 pub fn touched_bytes(node: &Node) -> u64 {
     if node.collective.is_some() || !matches!(storage_of(node), Storage::New) {
         return 0;
@@ -105,7 +106,8 @@ fn backward(gradient: &TensorIr, weight: &TensorIr) -> Flops {
     }
 }
 
-/// Returns the number of weights that contribute to one element of the output.
+/// Returns the number of weights for each channel of the first dim: an output channel, or an input channel of a
+/// transposed convolution.
 fn per_channel(weight: &TensorIr) -> u64 {
     let channels = weight.shape.to_vec().first().copied().unwrap_or(1);
     elements(weight) / channels.max(1) as u64

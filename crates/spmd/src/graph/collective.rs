@@ -13,7 +13,7 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// | kind | input of a part | output of a part |
 /// |---|---|---|
 /// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
-/// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
+/// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len` elements, padded with zeros |
 /// | all-reduce | the whole | the whole |
 /// | all-to-all | this rank's part, with the ranks' shares in rank order | the received shares, in rank order |
 ///
@@ -59,14 +59,14 @@ pub enum Payload {
     /// Gradients and the loss. Their results are read after backward: by the optimizer, by gradient clipping, or by a
     /// mean over replicas.
     Gradient,
-    /// Values that the next operations read, or that do not exist before this node runs.
+    /// Other values, which are computed shortly before the node or read shortly after it.
     Activation,
 }
 
 /// A tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectivePart {
-    /// Name of the tensor: the path of its parameter or gradient, or another name.
+    /// Name of the tensor: the path of the parameter that it belongs to, or another name.
     pub path: Arc<str>,
     /// Partition of the elements among the ranks.
     pub partition: Partition,
@@ -95,7 +95,7 @@ impl CollectivePart {
         self.len_by(share, |partition| partition.len(rank))
     }
 
-    /// Returns the number of elements of the largest share: the padded length of the tensor on every rank.
+    /// Returns the number of elements of the largest share, to which every rank's share is padded.
     pub fn padded_len(&self, share: Share) -> usize {
         self.len_by(share, Partition::chunk_len)
     }
@@ -112,7 +112,7 @@ impl CollectivePart {
     }
 }
 
-/// The part of a collective in a node: all of it, its start or its wait.
+/// The part of a collective that a node runs: all of it, its start or its wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Stage {
     /// The whole collective.

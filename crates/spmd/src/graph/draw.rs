@@ -17,9 +17,9 @@ pub struct Draw {
     pub number: u32,
     /// Shape of the whole draw; each rank takes a part of it.
     pub whole: Vec<usize>,
-    /// How the draw is split among ranks, each along a different dim; empty if every rank takes all of it.
+    /// The splits of the draw along mesh axes, each along a different dim; empty if every rank takes all of it.
     pub shifts: Vec<AxisShift>,
-    /// True if every rank draws its own numbers, for its own rows.
+    /// True if each rank draws separate numbers for its rows.
     pub is_own: bool,
 }
 
@@ -60,7 +60,7 @@ impl Draw {
     }
 }
 
-/// Returns the draw of an operation, if it draws random numbers.
+/// Returns the arguments of an operation that draws random numbers; `None` for other operations.
 pub(crate) fn random_of(operation: &OperationIr) -> Option<&RandomOpIr> {
     match operation {
         OperationIr::Float(_, FloatOperationIr::Random(op))

@@ -31,8 +31,9 @@ impl Graph {
         read.filter(|id| !updated.contains(id)).collect()
     }
 
-    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values
-    /// without an update, which the next step reads again.
+    /// Returns the values that must outlive the last node: the results, values with requested placements, the sources
+    /// of all updates, and given values that the next step reads again. The latter exclude inputs and values that are
+    /// updated or [used up](Self::used_up).
     pub fn kept(&self) -> BTreeSet<TensorId> {
         let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
         let used: BTreeSet<_> = self.used_up().into_iter().collect();

@@ -186,7 +186,7 @@ impl Graph {
         self.next_id = self.next_id.max(1 << 32);
     }
 
-    /// Declares a value with a new id.
+    /// Declares a value, and returns its new id.
     pub fn add_value(
         &mut self,
         shape: impl Into<Vec<usize>>,
@@ -223,7 +223,7 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// Returns a value as an uninitialised operand for an operation to write.
+    /// Returns a value as an uninitialized operand for an operation to write.
     ///
     /// # Errors
     ///
@@ -365,7 +365,7 @@ impl Graph {
         self.results.outputs.clear();
     }
 
-    /// Returns the unit of a parameter, after units are assigned.
+    /// Returns the unit of a parameter; `None` before units are assigned.
     pub fn unit(&self, path: &str) -> Option<&str> {
         self.units.get(path).map(AsRef::as_ref)
     }
@@ -385,7 +385,7 @@ impl Graph {
         self.ranks.mesh.as_ref()
     }
 
-    /// Declares the ranks of the graph.
+    /// Declares the mesh of the ranks that run the graph.
     pub fn set_mesh(&mut self, mesh: Mesh) {
         self.ranks.mesh = Some(mesh);
     }

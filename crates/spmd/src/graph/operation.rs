@@ -1,4 +1,4 @@
-//! A table of the traits of Burn's operations, used by passes and rules.
+//! A table of the traits of Burn's operations, used by passes and placement rules.
 //!
 //! Each of Burn's enums of operations has one match here, and no match has a wildcard arm. If a later version of Burn
 //! adds an operation, this file does not compile until the operation has an entry, so none gets traits by accident.

@@ -9,8 +9,8 @@ use super::node::Node;
 use super::value::{Role, Value};
 use crate::ranks::DATA_AXIS;
 
-/// Prints one line per given value, node and update; see the [module](super) for an example. A `!` marks an input whose
-/// memory the node takes.
+/// Prints one line per given value, node and update, and one for the loss; see the [module](super) for an example. A
+/// `!` marks an input whose memory the node takes.
 impl fmt::Display for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for value in self.values.values().filter(|value| value.role.is_given()) {

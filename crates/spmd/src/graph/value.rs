@@ -37,8 +37,8 @@ pub enum Role {
         /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
-    /// A value of the previous step, for nodes that were moved to this step. The string is a parameter's path for its
-    /// gradient, or `%` and a number for any other value. Given.
+    /// A value of the previous step, for nodes that were moved to this step, or a sum over earlier micro-batches. The
+    /// string is a parameter's path for its gradient, or `%` and a number for any other value. Given.
     Pending(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
@@ -151,7 +151,7 @@ impl Parameter {
 /// Replaces a given value with another before the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
-    /// A given value: a parameter, a buffer or a state.
+    /// A given value, such as a parameter, a buffer or a state.
     pub into: TensorId,
     /// The value that replaces it.
     pub from: TensorId,

@@ -1,4 +1,4 @@
-//! The choice of the plans of a mode that are proved.
+//! The choice of which plans of a mode are proved.
 
 /// The plans that are proved before they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

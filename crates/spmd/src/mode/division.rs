@@ -39,7 +39,7 @@ impl Division {
         }
     }
 
-    /// Returns the axis along which data parallelism shards parameters; `None` if it does not.
+    /// Returns the axis along which data parallelism shards parameters; `None` for placements, and without shards.
     pub(super) fn shard_axis(&self, mesh: &Mesh) -> Option<Axis> {
         match self {
             Self::DataParallel(style) if style.is_sharded() => mesh.axes().first().cloned(),

@@ -9,7 +9,7 @@ use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// Maximum number of multiplications in a step, over all ranks, for which a debug build proves the plan by default.
+/// Maximum [`work`] of a step, over all ranks, for which a debug build proves the plan by default.
 const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
@@ -48,7 +48,7 @@ impl Mode {
         }
     }
 
-    /// Creates a proof of plans of this mode; `None` if they cannot be proved and no proof was requested.
+    /// Runs a proof of this mode's plans; returns `None` if they cannot be proved and no proof was requested.
     pub(crate) fn prove<T>(
         &self,
         with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,

@@ -108,7 +108,8 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// Waits for the flat results, one per part, as host data without a copy. They have seals if ranks compare bytes.
+    /// Waits for the results, one per part, as flat host data. Only padded results are copied. They have seals if ranks
+    /// compare bytes.
     pub(super) fn wait(
         self,
         group: &ProcessGroup,
@@ -157,7 +158,7 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// Returns the first bytes of a tensor in the order of its dims: from the tensor's memory on Flex, read back on other
+/// Returns the first `num_bytes` of a tensor in row-major order: from the tensor's memory on Flex, read back on other
 /// backends.
 ///
 /// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
@@ -182,7 +183,7 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        // The seal covers the memory in its stored order; elements in a different order are other bytes.
+        // The seal covers the memory in its stored order; a reordered copy has other bytes.
         let is_whole = memory.layout().contiguous_offsets().is_some()
             && start == 0
             && num_bytes == flex.bytes().len();

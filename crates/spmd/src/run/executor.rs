@@ -41,8 +41,8 @@ pub struct Results {
 
 /// The executor of one rank: holds its tensors and runs graphs over them.
 ///
-/// Parameters, buffers and states stay in it from step to step, under the ids that they have in the graph. A failed run
-/// leaves them in an undefined state.
+/// Parameters, buffers and states stay in it from step to step, under the ids that they have in the graph. A run that
+/// fails at a node leaves them in an undefined state.
 pub struct Executor<B: BackendIr> {
     pub(super) interpreter: TensorInterpreter<B>,
     pub(super) group: ProcessGroup,

@@ -20,8 +20,8 @@ impl<B: BackendIr> Executor<B> {
         own.into_iter().for_each(|id| self.free(id));
     }
 
-    /// Returns the call of a custom operation with the operands that this rank has, or `None` if it has none of them.
-    /// In the latter case the norm is zero, and this function writes it.
+    /// Returns the call of a custom operation with the operands that this rank has. If it has none of them, the call
+    /// must be the norm of gradients: this function writes zero and returns `None`.
     pub(super) fn own_call(&mut self, call: &CustomOpIr) -> Result<Option<CustomOpIr>, Error> {
         let Some(own) = self.absent.without(call) else {
             return Ok(Some(call.clone()));

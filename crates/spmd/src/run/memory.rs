@@ -166,7 +166,7 @@ impl MemoryTable {
         }
     }
 
-    /// Assigns a second id to a tensor's memory, replacing any memory that the id had.
+    /// Counts `into` as a second id of the memory of `from`, in place of any memory that `into` had.
     pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
         self.remove(into);
         if let Some(address) = self.values.get(&from).copied() {

@@ -10,13 +10,12 @@ use crate::trace::StepScalars;
 
 impl<B: BackendIr> Executor<B> {
     /// Sets the previous step's scalars, for nodes that were [moved](crate::passes::IterationGraph) from it into this
-    /// step. Otherwise these nodes use the scalars of the run.
+    /// step. With `None`, these nodes use the scalars of the run.
     pub fn moved_scalars(&mut self, before: Option<StepScalars>) {
         self.before = before;
     }
 
-    /// Sets the scalars of the current step in an optimizer operation. These operations never run with the traced
-    /// scalars.
+    /// Returns an optimizer operation with the scalars of its step in place of the traced ones.
     pub(super) fn patched(
         &self,
         index: usize,

@@ -1,4 +1,4 @@
-//! Seeded random numbers that do not depend on how the ranks split the tensor.
+//! Random numbers from a seed. With placements, they do not depend on how the ranks split a tensor.
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
 use burn_backend::Element;
