@@ -62,6 +62,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
     ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
+    ("burn-fsdp-shard-tests", &[]),
     ("burn-fsdp-spmd-tests", &[]),
     ("burn-fsdp-facade-tests", &[]),
 ];

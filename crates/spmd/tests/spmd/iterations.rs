@@ -202,8 +202,11 @@ fn moved_nodes_match_one_rank() {
         ];
         for (number, (strategy, options)) in of_options.into_iter().enumerate() {
             for (index, moves) in of_moves.into_iter().enumerate() {
-                // Each optimizer meets each move, and each schedule, on every number of ranks.
-                let is_adam = (number + index + ranks) % 2 == 0;
+                // Each move meets each schedule on two numbers of ranks, one of them with Adam.
+                if (number + index + ranks) % 2 == 1 {
+                    continue;
+                }
+                let is_adam = (number + index + ranks) % 4 == 0;
                 let what = format!("{moves:?} of {strategy:?} {number} on {ranks} ranks");
                 let options = options.clone();
                 let body = move |world: ProcessGroup| {
