@@ -10,6 +10,7 @@ use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{
     LocalPart, LocalTensor, check_elementwise_once, local_ids, local_state, shard_groups,
 };
+use burn_fsdp_tensors::reduced_type;
 use burn_pack::{Scalar, Tensor as PackedTensor};
 
 use crate::dtype::burn_dtype;
@@ -143,12 +144,8 @@ impl Whole {
             }
         };
         Ok(Self {
-            element: match dtype {
-                DType::F64 => ElementType::F64,
-                DType::F16 => ElementType::F16,
-                DType::BF16 => ElementType::BF16,
-                _ => ElementType::F32,
-            },
+            element: reduced_type(dtype)
+                .ok_or_else(|| optimizer_error(format!("`{name}` has elements of {dtype:?}")))?,
             name,
             shape,
             dtype,

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{
     Buffer, BufferPool, ElementType, FullPart, Part, Pending, ProcessGroup, Source,
 };
 use burn_fsdp_mesh::{Cut, Layout, Partition, Placement};
+use burn_fsdp_tensors::{self as tensors, reduced_type};
 
-use crate::elements::element_type;
 use crate::error::Error;
 use crate::ranks::Ranks;
 
@@ -253,9 +253,7 @@ fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<Tenso
     let buffer = buffers.into_iter().next();
     let buffer =
         buffer.ok_or_else(|| Error::Internal("a collective returned no buffer".to_owned()))?;
-    let bytes = bytes::Bytes::from_owner(buffer);
-    let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
-    Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))
+    Ok(tensors::data(buffer, shape.to_vec(), dtype))
 }
 
 /// A host tensor whose bytes the ranks read in place.
@@ -268,7 +266,7 @@ impl AsRef<[u8]> for Lent {
 }
 
 pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error> {
-    element_type(dtype).ok_or_else(|| Error::ElementType {
+    reduced_type(dtype).ok_or_else(|| Error::ElementType {
         path: path.to_owned(),
         dtype,
     })

@@ -29,9 +29,14 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         ],
     ),
     ("burn-fsdp-engine-tests", &["burn-fsdp-collectives"]),
+    ("burn-fsdp-tensors", &["burn-fsdp-collectives"]),
     (
         "burn-fsdp-shard",
-        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
+        ],
     ),
     ("burn-fsdp-checkpoint", &["burn-fsdp-mesh"]),
     (
@@ -39,6 +44,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         &[
             "burn-fsdp-mesh",
             "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
             "burn-fsdp-kernels",
         ],
     ),
@@ -51,6 +57,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         &[
             "burn-fsdp-mesh",
             "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
             "burn-fsdp-spmd",

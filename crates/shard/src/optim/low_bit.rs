@@ -5,12 +5,12 @@ use std::sync::{Arc, LazyLock};
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use burn_fsdp_mesh::Partition;
+use burn_fsdp_tensors as tensors;
 
 use crate::device::is_capture;
 use crate::error::Error;
 use crate::parameter::current::{Current, current, is_trial};
 use crate::thrown::throw;
-use crate::transport;
 
 /// The format in which a [`LowBitOptimizer`] keeps states between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -307,7 +307,7 @@ impl Rounded {
                 bytes
             }
         };
-        transport::owned_data(bytes, self.shape, DType::F32)
+        tensors::owned_data(bytes, self.shape, DType::F32)
     }
 }
 

@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::inspect;
 use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
-use crate::transport;
 
 /// Returns the updated moving average: `decay * average + (1 - decay) * model`, element by element.
 ///
@@ -122,7 +122,7 @@ fn differing(path: &str) -> Error {
 /// Returns this rank's elements, widened to 32 bits if they have 16.
 fn wide(tensor: &LocalTensor) -> Tensor<1> {
     let bytes = tensor.elements.as_bytes().to_vec();
-    let values = transport::owned(bytes, tensor.dtype, &Device::flex());
+    let values = tensors::owned(bytes, tensor.dtype, &Device::flex());
     match is_narrow(tensor.dtype) {
         true => values.cast(DType::F32),
         false => values,

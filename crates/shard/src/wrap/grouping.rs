@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
+use burn_fsdp_tensors as tensors;
 
 use super::factors;
 use crate::error::Error;
@@ -14,7 +15,6 @@ use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
 use crate::survey::{Found, Survey};
-use crate::transport;
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
 
@@ -291,7 +291,7 @@ fn slot(
     let compute = policy.precision.compute_of(&found.path, found.dtype);
     let reduce = policy.precision.reduce_of(compute);
     expect_types(found, compute, reduce)?;
-    let element_of = |dtype| match transport::element_type(dtype) {
+    let element_of = |dtype| match tensors::reduced_type(dtype) {
         Some(wire) => Ok(Element { dtype, wire }),
         None => Err(Error::ElementType {
             path: found.path.clone(),

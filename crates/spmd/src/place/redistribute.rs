@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
+use burn_fsdp_tensors::{moved_type, reduced_type};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
 use super::located::Reader;
 use super::padding::Padding;
-use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::graph::{
@@ -429,8 +429,8 @@ impl Redistribution<'_> {
     ) -> Result<(), Error> {
         let dtype = self.dtype(input)?;
         let element = match kind.contract().reduces {
-            true => element_type(dtype),
-            false => gathered_type(dtype),
+            true => reduced_type(dtype),
+            false => moved_type(dtype),
         };
         if element.is_none() {
             return Err(Error::Redistribution {

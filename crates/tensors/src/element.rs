@@ -1,0 +1,105 @@
+//! Element types of Burn, of collectives and of files.
+
+use burn::tensor::{BoolStore, DType};
+use burn_fsdp_collectives::ElementType;
+use safetensors::Dtype;
+
+/// The types that a checkpoint has for states of optimizers.
+const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+
+/// Returns the collectives' and the files' type for a type of Burn. Quantized types have none.
+fn of(dtype: DType) -> Option<(ElementType, Dtype)> {
+    Some(match dtype {
+        DType::F64 => (ElementType::F64, Dtype::F64),
+        DType::F32 | DType::Flex32 => (ElementType::F32, Dtype::F32),
+        DType::F16 => (ElementType::F16, Dtype::F16),
+        DType::BF16 => (ElementType::BF16, Dtype::BF16),
+        DType::I64 => (ElementType::I64, Dtype::I64),
+        DType::I32 => (ElementType::I32, Dtype::I32),
+        DType::I16 => (ElementType::I16, Dtype::I16),
+        DType::I8 => (ElementType::I8, Dtype::I8),
+        DType::U64 => (ElementType::U64, Dtype::U64),
+        DType::U32 | DType::Bool(BoolStore::U32) => (ElementType::U32, Dtype::U32),
+        DType::U16 => (ElementType::U16, Dtype::U16),
+        DType::U8 => (ElementType::U8, Dtype::U8),
+        DType::Bool(BoolStore::Native | BoolStore::U8) => (ElementType::U8, Dtype::BOOL),
+        _ => return None,
+    })
+}
+
+/// Returns the collectives' type for a type whose bytes are moved unchanged.
+pub fn moved_type(dtype: DType) -> Option<ElementType> {
+    of(dtype).map(|(element, _)| element)
+}
+
+/// Returns the collectives' type for a type that is reduced. Only float types are.
+pub fn reduced_type(dtype: DType) -> Option<ElementType> {
+    moved_type(dtype).filter(|_| dtype.is_float())
+}
+
+/// Returns the type in which a tensor is saved.
+pub fn saved_type(dtype: DType) -> Option<Dtype> {
+    of(dtype).map(|(_, saved)| saved)
+}
+
+/// Returns Burn's type for a saved tensor of floats.
+pub fn float_type(saved: Dtype) -> Option<DType> {
+    FLOATS
+        .into_iter()
+        .find(|dtype| saved_type(*dtype) == Some(saved))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::quantization::QuantScheme;
+
+    use super::*;
+
+    const ALL: [DType; 16] = [
+        DType::F64,
+        DType::F32,
+        DType::Flex32,
+        DType::F16,
+        DType::BF16,
+        DType::I64,
+        DType::I32,
+        DType::I16,
+        DType::I8,
+        DType::U64,
+        DType::U32,
+        DType::U16,
+        DType::U8,
+        DType::Bool(BoolStore::Native),
+        DType::Bool(BoolStore::U8),
+        DType::Bool(BoolStore::U32),
+    ];
+
+    #[test]
+    fn elements_have_the_same_size_everywhere() {
+        for dtype in ALL {
+            let moved = moved_type(dtype).expect("is moved");
+            assert_eq!(moved.size(), dtype.size(), "{dtype:?}");
+            let saved = saved_type(dtype).expect("is saved");
+            assert_eq!(saved.bitsize(), 8 * dtype.size(), "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn only_floats_are_reduced_and_read_back() {
+        for dtype in ALL {
+            let reduced = reduced_type(dtype);
+            assert_eq!(reduced.is_some(), dtype.is_float(), "{dtype:?}");
+            let back = saved_type(dtype).and_then(float_type);
+            assert_eq!(back.is_some(), dtype.is_float(), "{dtype:?}");
+            if let Some(back) = back {
+                assert_eq!(moved_type(back), reduced, "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn quantized_types_are_neither_moved_nor_saved() {
+        let dtype = DType::QFloat(QuantScheme::default());
+        assert_eq!((moved_type(dtype), saved_type(dtype)), (None, None));
+    }
+}
