@@ -1,8 +1,9 @@
-//! Element types of Burn and of checkpoints.
+//! Element types of checkpoints.
 
 use burn::tensor::DType;
 use burn_fsdp_checkpoint::Dtype;
-use burn_fsdp_tensors::{float_type, saved_type};
+use burn_fsdp_collectives::ElementType;
+use burn_fsdp_tensors::{float_type, reduced_type, saved_type};
 
 use crate::error::{CheckpointError, optimizer_error};
 
@@ -16,5 +17,17 @@ pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointErro
 
 /// Returns Burn's type for a saved tensor of optimizer state.
 pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
-    float_type(dtype).ok_or_else(|| optimizer_error(format!("`{name}` is of type {dtype}")))
+    float_type(dtype).ok_or_else(|| not_float(name, dtype))
+}
+
+/// Returns the collectives' type for a saved tensor of optimizer state.
+pub(crate) fn element_of(name: &str, dtype: Dtype) -> Result<ElementType, CheckpointError> {
+    let float = float_type(dtype);
+    float
+        .and_then(reduced_type)
+        .ok_or_else(|| not_float(name, dtype))
+}
+
+fn not_float(name: &str, dtype: Dtype) -> CheckpointError {
+    optimizer_error(format!("`{name}` is of type {dtype}"))
 }

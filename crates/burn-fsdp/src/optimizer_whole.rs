@@ -10,10 +10,9 @@ use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{
     LocalPart, LocalTensor, check_elementwise_once, local_ids, local_state, shard_groups,
 };
-use burn_fsdp_tensors::reduced_type;
 use burn_pack::{Scalar, Tensor as PackedTensor};
 
-use crate::dtype::burn_dtype;
+use crate::dtype::{burn_dtype, element_of};
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_cut::{WholeState, cut_optimizer};
 use crate::optimizer_record::{
@@ -144,8 +143,7 @@ impl Whole {
             }
         };
         Ok(Self {
-            element: reduced_type(dtype)
-                .ok_or_else(|| optimizer_error(format!("`{name}` has elements of {dtype:?}")))?,
+            element: element_of(&name, tensor.dtype)?,
             name,
             shape,
             dtype,

@@ -256,15 +256,6 @@ fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<Tenso
     Ok(tensors::data(buffer, shape.to_vec(), dtype))
 }
 
-/// A host tensor whose bytes the ranks read in place.
-pub(crate) struct Lent(pub(crate) TensorData);
-
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        self.0.as_bytes()
-    }
-}
-
 pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error> {
     reduced_type(dtype).ok_or_else(|| Error::ElementType {
         path: path.to_owned(),
@@ -278,14 +269,14 @@ pub(crate) fn broadcast(
     path: &str,
     data: Option<TensorData>,
     (shape, dtype): (&[usize], DType),
-) -> Result<Arc<Lent>, Error> {
+) -> Result<Arc<TensorData>, Error> {
     let num_bytes = shape.iter().product::<usize>() * dtype.size();
     let bytes = ElementType::U8;
     let label = format!("initial {path}");
-    let own = data.map(|data| Arc::new(Lent(data)));
+    let own = data.map(Arc::new);
     let (parts, into) = match &own {
         Some(own) => (
-            vec![FullPart::new(Source::from_arc(own.clone()), bytes)],
+            vec![FullPart::new(tensors::data_source(own.clone()), bytes)],
             vec![],
         ),
         None => (
@@ -300,7 +291,7 @@ pub(crate) fn broadcast(
         .map_err(Error::among_ranks)?;
     match own {
         Some(own) => Ok(own),
-        None => Ok(Arc::new(Lent(first_of(received.buffers, shape, dtype)?))),
+        None => first_of(received.buffers, shape, dtype).map(Arc::new),
     }
 }
 

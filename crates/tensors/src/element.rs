@@ -4,7 +4,7 @@ use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 use safetensors::Dtype;
 
-/// The types that a checkpoint has for states of optimizers.
+/// The types that tensors of floats have in files.
 const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// Returns the collectives' and the files' type for a type of Burn. Quantized types have none.
@@ -27,26 +27,38 @@ fn of(dtype: DType) -> Option<(ElementType, Dtype)> {
     })
 }
 
-/// Returns the collectives' type for a type whose bytes are moved unchanged.
+/// Returns the collectives' type for elements that are moved unchanged. Quantized types have none.
 pub fn moved_type(dtype: DType) -> Option<ElementType> {
     of(dtype).map(|(element, _)| element)
 }
 
-/// Returns the collectives' type for a type that is reduced. Only float types are.
+/// Returns the collectives' type for elements that are reduced. Only float types have one.
 pub fn reduced_type(dtype: DType) -> Option<ElementType> {
-    moved_type(dtype).filter(|_| dtype.is_float())
+    moved_type(dtype).filter(|element| element.is_float())
 }
 
-/// Returns the type in which a tensor is saved.
+/// Returns the files' type for elements that are saved unchanged. Quantized types have none.
 pub fn saved_type(dtype: DType) -> Option<Dtype> {
     of(dtype).map(|(_, saved)| saved)
 }
 
-/// Returns Burn's type for a saved tensor of floats.
+/// Returns Burn's type for saved floats. Other types have none.
 pub fn float_type(saved: Dtype) -> Option<DType> {
     FLOATS
         .into_iter()
         .find(|dtype| saved_type(*dtype) == Some(saved))
+}
+
+/// Returns true for `f16` and `bf16`.
+pub fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Returns true if gradients can be reduced into shards. The types are, in this order, those of the shards, of the
+/// gradients and of the reduction. `f64` cannot be mixed with other types, and gradients in `flex32` cannot be reduced.
+pub fn can_reduce(types: [DType; 3]) -> bool {
+    let is_mixed = types.contains(&DType::F64) && types != [DType::F64; 3];
+    !is_mixed && !types[1..].contains(&DType::Flex32)
 }
 
 #[cfg(test)]
@@ -95,6 +107,21 @@ mod tests {
                 assert_eq!(moved_type(back), reduced, "{dtype:?}");
             }
         }
+    }
+
+    #[test]
+    fn doubles_are_reduced_only_as_doubles() {
+        let (f64, f32, bf16) = (DType::F64, DType::F32, DType::BF16);
+        for types in [[f64; 3], [f32; 3], [f32, bf16, bf16], [f32, bf16, f32]] {
+            assert!(can_reduce(types), "{types:?}");
+        }
+        for at in 0..3 {
+            let mut types = [f32; 3];
+            types[at] = f64;
+            assert!(!can_reduce(types), "{types:?}");
+        }
+        let flex = DType::Flex32;
+        assert!(!can_reduce([f32, flex, f32]) && !can_reduce([f32, f32, flex]));
     }
 
     #[test]

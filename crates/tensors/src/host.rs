@@ -1,4 +1,4 @@
-//! Tensors whose memory is the host's.
+//! Tensors in the host's memory.
 
 use std::any::{Any, TypeId};
 

@@ -1,5 +1,7 @@
-//! Tensors as bytes that collectives read. Memory of the host is lent in place, and other memory is read back.
+//! Tensors as bytes that collectives read, in the machine's order. Memory of the host is lent in place, and other memory
+//! is read back.
 
+use std::borrow::Borrow;
 use std::ops::Range;
 
 use burn::backend::Flex;
@@ -24,19 +26,24 @@ impl AsRef<[u8]> for InPlace {
 }
 
 /// The first bytes of elements on the host.
-struct ReadBack {
-    data: TensorData,
+struct OnHost<D> {
+    data: D,
     num_bytes: usize,
     _account: Option<Account>,
 }
 
-impl AsRef<[u8]> for ReadBack {
+impl<D: Borrow<TensorData>> AsRef<[u8]> for OnHost<D> {
     fn as_ref(&self) -> &[u8] {
-        &self.data.as_bytes()[..self.num_bytes]
+        &self.data.borrow().as_bytes()[..self.num_bytes]
     }
 }
 
 /// Lends the elements of a flat tensor without autodiff. The CPU backend copies nothing; other devices are read back.
+/// The `account` counts the bytes until no rank reads them anymore.
+///
+/// # Panics
+///
+/// If another device cannot be read.
 pub fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
     debug_assert!(!tensor.is_autodiff(), "collectives take plain tensors");
     let num_bytes = tensor.shape().num_elements() * tensor.dtype().size();
@@ -45,18 +52,18 @@ pub fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
             drop(tensor);
             in_place(primitive, num_bytes, account)
         }
-        Err(_) => read_back(tensor.into_data(), num_bytes, account),
+        Err(_) => first_of(tensor.into_data(), num_bytes, account),
     }
 }
 
-/// Lends elements on the host.
-pub fn data_source(data: TensorData) -> Source {
-    let num_bytes = data.as_bytes().len();
-    read_back(data, num_bytes, None)
+/// Lends elements on the host, of any type and shape. They may be shared.
+pub fn data_source(data: impl Borrow<TensorData> + Send + Sync + 'static) -> Source {
+    let num_bytes = data.borrow().as_bytes().len();
+    first_of(data, num_bytes, None)
 }
 
-/// Lends the first bytes of a tensor of the CPU backend, in the order of its dims. Also returns true if they are all
-/// bytes of the tensor's memory.
+/// Lends the first `num_bytes` bytes of a tensor of the CPU backend, in the order of its dims. Elements in another order
+/// are copied. Also returns true if the bytes are all of the tensor's memory, in its order.
 pub fn first_bytes(tensor: FlexTensor, num_bytes: usize) -> (Source, bool) {
     let offsets = tensor.layout().contiguous_offsets();
     let is_whole =
@@ -78,15 +85,18 @@ fn in_place(tensor: FlexTensor, num_bytes: usize, account: Option<Account>) -> S
     })
 }
 
-pub(crate) fn read_back(data: TensorData, num_bytes: usize, account: Option<Account>) -> Source {
-    Source::new(ReadBack {
+pub(crate) fn first_of<D>(data: D, num_bytes: usize, account: Option<Account>) -> Source
+where
+    D: Borrow<TensorData> + Send + Sync + 'static,
+{
+    Source::new(OnHost {
         data,
         num_bytes,
         _account: account,
     })
 }
 
-/// Reads a tensor back to the host.
+/// Reads a tensor of any type back to the host.
 ///
 /// # Errors
 ///
@@ -135,7 +145,7 @@ mod tests {
         assert_eq!(at(&lent_again), at(&lent));
         let (first, is_whole) = first_bytes(flex(matrix.clone()), 8);
         assert_eq!((floats(&first), is_whole), (vec![0., 1.], false));
-        // Elements in another order than the memory are copied, and are no bytes of it.
+        // Elements in another order are copied, so they are not the tensor's memory.
         let (turned, is_whole) = first_bytes(flex(matrix.transpose()), 24);
         assert_eq!(
             (floats(&turned), is_whole),

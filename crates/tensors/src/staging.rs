@@ -9,8 +9,8 @@ use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{Account, Source};
 use burn_ir::{BackendIr, HandleKind};
 
-use crate::host::is_host;
-use crate::lend::{self, read, read_back};
+use crate::host::{is_host, is_host_backend};
+use crate::lend::{self, first_of, read};
 use crate::take;
 
 /// Copies between the host and devices with their own memory, made in forward and backward for gathers, reductions and
@@ -29,7 +29,7 @@ pub struct Staged {
 pub struct Transfers {
     /// The number of copies.
     pub number: usize,
-    /// Their total bytes.
+    /// The total bytes copied.
     pub bytes: usize,
 }
 
@@ -136,7 +136,7 @@ impl Staging {
         }
     }
 
-    /// Returns the first bytes of a tensor that is not in host memory, in the order of its dims.
+    /// Returns the first `num_bytes` bytes of a tensor that is not in host memory, in the order of its dims.
     ///
     /// # Errors
     ///
@@ -146,19 +146,21 @@ impl Staging {
         tensor: HandleKind<B>,
         num_bytes: usize,
     ) -> Result<Source, String> {
-        let source = read_back(read::<B>(tensor)?, num_bytes, None);
+        let source = first_of(read::<B>(tensor)?, num_bytes, None);
         self.to_host.add(num_bytes);
         Ok(source)
     }
 
-    /// Counts a copy to a device.
-    pub fn count_arrival(&self, bytes: usize) {
-        self.to_device.add(bytes);
+    /// Counts a copy to a device of `B`, unless `B` is the CPU backend, which uses received bytes in place.
+    pub fn arrives_on<B: BackendIr>(&self, num_bytes: usize) {
+        if !is_host_backend::<B>() {
+            self.to_device.add(num_bytes);
+        }
     }
 
-    fn arrives(&self, bytes: usize, device: &Device) {
+    fn arrives(&self, num_bytes: usize, device: &Device) {
         if !is_host(device) {
-            self.count_arrival(bytes);
+            self.to_device.add(num_bytes);
         }
     }
 }

@@ -1,8 +1,12 @@
-//! Tensors over bytes that collectives or files have delivered.
+//! Tensors over bytes that collectives or files have delivered. Bytes are in the machine's order.
 
 use burn::tensor::{AllocationProperty, Bytes, DType, Device, Shape, Tensor, TensorData};
 
-/// Returns the elements in `buffer`, which is kept alive as long as they are used.
+/// Returns the elements in `buffer`, without copying them. The buffer stays alive as long as they are used.
+///
+/// # Panics
+///
+/// If the bytes are not those of `shape` in `dtype`.
 pub fn data<B>(buffer: B, shape: impl Into<Shape>, dtype: DType) -> TensorData
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -14,6 +18,10 @@ where
 
 /// Returns a flat tensor over the memory of `buffer`, which returns to its pool when the last view of the tensor is
 /// dropped. A device with its own memory gets a copy.
+///
+/// # Panics
+///
+/// If the bytes are not whole elements of `dtype`.
 pub fn tensor<B>(buffer: B, dtype: DType, device: &Device) -> Tensor<1>
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -22,13 +30,13 @@ where
     Tensor::from_data(data(buffer, [len], dtype), (device, dtype))
 }
 
-/// Returns elements with their own memory.
-pub fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) -> TensorData {
-    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.into(), dtype)
-}
-
 /// Returns a flat tensor with its own memory.
+///
+/// # Panics
+///
+/// If the bytes are not whole elements of `dtype`.
 pub fn owned(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
     let len = bytes.len() / dtype.size();
-    Tensor::from_data(owned_data(bytes, [len], dtype), (device, dtype))
+    let data = TensorData::from_bytes_vec(bytes, [len], dtype);
+    Tensor::from_data(data, (device, dtype))
 }

@@ -5,7 +5,6 @@ use std::sync::{Arc, LazyLock};
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use burn_fsdp_mesh::Partition;
-use burn_fsdp_tensors as tensors;
 
 use crate::device::is_capture;
 use crate::error::Error;
@@ -307,7 +306,7 @@ impl Rounded {
                 bytes
             }
         };
-        tensors::owned_data(bytes, self.shape, DType::F32)
+        TensorData::from_bytes_vec(bytes, self.shape, DType::F32)
     }
 }
 

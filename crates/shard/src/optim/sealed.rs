@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp_collectives::{At, ProcessGroup, Seal};
-use burn_fsdp_tensors::{self as tensors, is_host};
+use burn_fsdp_tensors::is_host;
 
 use crate::error::Error;
 use crate::parameter::current::{Current, current};
@@ -128,7 +128,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();
         bytes[bit / 8] ^= 1 << (bit % 8);
-        *data = tensors::owned_data(bytes, data.shape().clone(), data.dtype());
+        *data = TensorData::from_bytes_vec(bytes, data.shape().clone(), data.dtype());
     }
 }
 

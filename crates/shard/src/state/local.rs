@@ -170,7 +170,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
                 got,
             }));
         }
-        let data = tensors::owned_data(bytes, tensor.held_shape(), tensor.dtype);
+        let data = TensorData::from_bytes_vec(bytes, tensor.held_shape(), tensor.dtype);
         values.insert(tensor.path, data);
     }
     let members = inspect::places(&module).into_iter().collect();

@@ -266,10 +266,9 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
 ///
 /// [`Error::Option`].
 fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Error> {
-    let types = [found.dtype, compute, reduce];
-    let is_double = types.contains(&DType::F64) && types != [DType::F64; 3];
-    match is_double || [compute, reduce].contains(&DType::Flex32) {
-        true => Err(Error::Option {
+    match tensors::can_reduce([found.dtype, compute, reduce]) {
+        true => Ok(()),
+        false => Err(Error::Option {
             option: "a type of `Precision`",
             expected: "f32, bf16 or f16; leave a module in f64 unchanged",
             got: format!(
@@ -277,7 +276,6 @@ fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Erro
                 found.path, found.dtype
             ),
         }),
-        false => Ok(()),
     }
 }
 

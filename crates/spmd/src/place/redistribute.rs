@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
-use burn_fsdp_tensors::{moved_type, reduced_type};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
 use super::located::Reader;
@@ -428,11 +427,7 @@ impl Redistribution<'_> {
         is_last: bool,
     ) -> Result<(), Error> {
         let dtype = self.dtype(input)?;
-        let element = match kind.contract().reduces {
-            true => reduced_type(dtype),
-            false => moved_type(dtype),
-        };
-        if element.is_none() {
+        if kind.element_of(dtype).is_none() {
             return Err(Error::Redistribution {
                 value: self.label.to_string(),
                 dtype,

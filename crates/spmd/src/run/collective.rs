@@ -7,7 +7,7 @@ use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
     Seal, Share, Source,
 };
-use burn_fsdp_tensors::{self as tensors, Staging, moved_type, reduced_type};
+use burn_fsdp_tensors::{self as tensors, Staging, reduced_type};
 use burn_ir::{BackendIr, HandleKind, TensorId};
 
 use super::sealed::Sealed;
@@ -61,10 +61,7 @@ pub(super) fn start<B: BackendIr>(
     let mut results = Vec::new();
     for (part, tensor) in collective.parts.iter().zip(tensors) {
         let dtype = part.dtype;
-        let element = match contract.reduces {
-            true => reduced_type(dtype),
-            false => moved_type(dtype),
-        };
+        let element = collective.kind.element_of(dtype);
         let element =
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let (gives, gets) = (contract.gives.share, contract.gets.share);
@@ -158,7 +155,7 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
         false => {
             let mut padded = vec![0; num_bytes];
             padded[..buffer.len()].copy_from_slice(buffer.as_ref());
-            tensors::owned_data(padded, [len], dtype)
+            TensorData::from_bytes_vec(padded, [len], dtype)
         }
     }
 }

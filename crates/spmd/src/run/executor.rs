@@ -425,8 +425,8 @@ impl<B: BackendIr> Executor<B> {
                 let tensors = given.collect();
                 let group = self.along(&collective.axis);
                 let group = group.map_err(|reason| failed(index, node, reason))?;
-                let staged = (group, &self.flights.staging);
-                collective::start::<B>(staged, collective, tensors).map_err(fail)?
+                let along = (group, &self.flights.staging);
+                collective::start::<B>(along, collective, tensors).map_err(fail)?
             }
         };
         if collective.stage == Stage::Start {
@@ -443,9 +443,7 @@ impl<B: BackendIr> Executor<B> {
             }
             let data = self.seal_result(output.id, (collective, part), result);
             let (bytes, ..) = data.into_parts();
-            if !tensors::is_host_backend::<B>() {
-                self.flights.staging.count_arrival(bytes.len());
-            }
+            self.flights.staging.arrives_on::<B>(bytes.len());
             let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
             self.interpreter.register_tensor_data_id(output.id, data);
         }
