@@ -22,10 +22,8 @@ pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointEr
 
 /// Returns the collectives' type for a saved tensor of optimizer state.
 pub(crate) fn element_of(name: &str, dtype: Dtype) -> Result<ElementType, CheckpointError> {
-    let float = float_type(dtype);
-    float
-        .and_then(reduced_type)
-        .ok_or_else(|| not_float(name, dtype))
+    let element = float_type(dtype).and_then(reduced_type);
+    element.ok_or_else(|| not_float(name, dtype))
 }
 
 fn not_float(name: &str, dtype: Dtype) -> CheckpointError {

@@ -11,7 +11,7 @@
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
 //!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
-//!   `transport` (tensors as bytes; collectives decide which bytes go where).
+//!   `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
 //! - `audit`: the check that each gradient of a step was summed and divided once.

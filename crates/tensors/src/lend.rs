@@ -63,7 +63,8 @@ pub fn data_source(data: impl Borrow<TensorData> + Send + Sync + 'static) -> Sou
 }
 
 /// Lends the first `num_bytes` bytes of a tensor of the CPU backend, in the order of its dims. Elements in another order
-/// are copied. Also returns true if the bytes are all of the tensor's memory, in its order.
+/// are copied. Also returns true if the bytes are all of the tensor's memory, in its order. The tensor must have at least
+/// `num_bytes` bytes.
 pub fn first_bytes(tensor: FlexTensor, num_bytes: usize) -> (Source, bool) {
     let offsets = tensor.layout().contiguous_offsets();
     let is_whole =
