@@ -136,7 +136,7 @@ mod tests {
         let at = |source: &Source| source.as_bytes().as_ptr();
         let lent = source(whole.clone(), None);
         assert_eq!(floats(&lent), [0., 1., 2., 3., 4., 5.]);
-        let part = source(whole.clone().slice([2..5]), None);
+        let part = source(whole.clone().narrow(0, 2, 3), None);
         assert_eq!(floats(&part), [2., 3., 4.]);
         assert_eq!(at(&part), at(&lent).wrapping_add(8));
 
