@@ -12,7 +12,7 @@ use burn_fsdp_shard::{
 };
 use burn_pack::{Scalar, Tensor as PackedTensor};
 
-use crate::dtype::burn_dtype;
+use crate::dtype::{burn_dtype, element_of};
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_cut::{WholeState, cut_optimizer};
 use crate::optimizer_record::{
@@ -143,12 +143,7 @@ impl Whole {
             }
         };
         Ok(Self {
-            element: match dtype {
-                DType::F64 => ElementType::F64,
-                DType::F16 => ElementType::F16,
-                DType::BF16 => ElementType::BF16,
-                _ => ElementType::F32,
-            },
+            element: element_of(&name, tensor.dtype)?,
             name,
             shape,
             dtype,

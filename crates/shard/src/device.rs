@@ -60,12 +60,6 @@ pub(crate) fn is_same_backend(one: &Device, other: &Device) -> bool {
     std::mem::discriminant(one.as_dispatch()) == std::mem::discriminant(other.as_dispatch())
 }
 
-/// Returns true if `device` is the CPU backend, whose memory the transport reads in place.
-pub(crate) fn is_host(device: &Device) -> bool {
-    let plain = device.clone().without_autodiff();
-    matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
-}
-
 /// Returns true if `device` records operations without computing.
 pub(crate) fn is_capture(device: &Device) -> bool {
     let plain = device.clone().without_autodiff();

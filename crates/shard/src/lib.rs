@@ -11,7 +11,7 @@
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
 //!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
-//!   `transport` (tensors as bytes; collectives decide which bytes go where).
+//!   `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
 //! - `audit`: the check that each gradient of a step was summed and divided once.
@@ -51,6 +51,7 @@
 mod adapter;
 mod ambient;
 mod audit;
+mod convert;
 mod copies;
 mod device;
 mod error;
@@ -80,12 +81,10 @@ mod seal;
 mod shown;
 mod slot;
 mod spec;
-mod staging;
 mod state;
 mod step;
 mod survey;
 mod thrown;
-mod transport;
 mod unit;
 mod unmanaged;
 mod wrap;
@@ -93,6 +92,7 @@ mod wrapper;
 
 pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
+pub use burn_fsdp_tensors::{Staged, Transfers};
 pub use copies::UnitState;
 pub use error::Error;
 pub use evaluate::evaluate;
@@ -125,7 +125,6 @@ pub use optim::low_bit::{LowBitOptimizer, LowBitState, StateFormat};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;
-pub use staging::{Staged, Transfers};
 pub use state::agreement::{Agreement, check_agreement};
 pub use state::average::moving_average;
 pub use state::buffers::{BufferSync, cast_buffers, sync_buffers};

@@ -1,8 +1,8 @@
 //! Keeps shards on the host, and full parameters on the computing device.
 
 use burn::tensor::Device;
+use burn_fsdp_tensors as tensors;
 
-use crate::device;
 use crate::error::Error;
 use crate::policy::ShardPolicy;
 
@@ -26,7 +26,7 @@ impl Offload {
         let Some(host) = &policy.offload else {
             return Ok(None);
         };
-        if !device::is_host(host) {
+        if !tensors::is_host(host) {
             return Err(Error::Option {
                 option: "offload_to",
                 expected: "the CPU backend, `Device::flex()`",

@@ -9,10 +9,10 @@ use burn_fsdp_collectives::{
     BufferPool, ElementType, FullPart, Label, Part, Pending, ProcessGroup, Received, Reduction,
 };
 use burn_fsdp_mesh::Partition;
+use burn_fsdp_tensors as tensors;
 
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
-use crate::transport;
 
 /// A function that reduces the gradients of a unit: it receives full gradients, and returns this rank's parts of their
 /// divided sums.
@@ -147,7 +147,7 @@ impl UnitReduction {
             for (_, tensor, kind) in tensors {
                 let [elements] = tensor.dims();
                 into.push(self.pool.take(elements * kind.sum.size()));
-                parts.push(FullPart::new(transport::source(tensor, None), kind.wire));
+                parts.push(FullPart::new(tensors::source(tensor, None), kind.wire));
             }
             let label = self.label.clone();
             self.group
@@ -182,7 +182,7 @@ impl UnitReduction {
                     continue;
                 };
                 into.push(self.pool.take(own.held.len() * kind.sum.size()));
-                let source = transport::source(full, None);
+                let source = tensors::source(full, None);
                 parts.push(Part::new(source, partition, kind.wire));
             }
             let label = self.label.clone();
@@ -218,7 +218,7 @@ impl UnitReduction {
             let received = start(mean, list)?.wait_released()?;
             for ((index, kind), buffer) in kinds.into_iter().zip(received.buffers) {
                 let bytes = buffer.as_ref().to_vec();
-                sums[index] = Some(transport::owned(bytes, kind.dtype, &kind.device));
+                sums[index] = Some(tensors::owned(bytes, kind.dtype, &kind.device));
             }
         }
         Ok(sums.into_iter().flatten().collect())
@@ -228,7 +228,7 @@ impl UnitReduction {
         if tensor.is_autodiff() {
             return Err(self.refused("plain tensors", "passed a tensor with a graph".to_owned()));
         }
-        let Some(wire) = transport::element_type(tensor.dtype()) else {
+        let Some(wire) = tensors::reduced_type(tensor.dtype()) else {
             return Err(self.refused(
                 "floats",
                 format!("passed a tensor of type {:?}", tensor.dtype()),

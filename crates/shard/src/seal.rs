@@ -9,11 +9,10 @@ use burn::backend::Flex;
 use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{At, Label, ProcessGroup, Seal};
+use burn_fsdp_tensors::{self as tensors, is_host};
 
-use crate::device::is_host;
 use crate::error::Error;
 use crate::op::Reduced;
-use crate::transport;
 
 /// Seals a flat tensor without autodiff. Returns `None` if ranks do not compare bytes, or the tensor is not on the
 /// host.
@@ -21,7 +20,7 @@ pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
     if !group.compares_bytes() || !is_host(&tensor.device()) {
         return None;
     }
-    group.seal(transport::source(tensor.clone(), None).as_bytes())
+    group.seal(tensors::source(tensor.clone(), None).as_bytes())
 }
 
 /// Checks that a flat tensor without autodiff still has the sealed bytes. `what` describes it in errors.
@@ -38,7 +37,7 @@ pub(crate) fn check(
     let Some(seal) = seal else {
         return Ok(());
     };
-    let bytes = transport::source(tensor.clone(), None);
+    let bytes = tensors::source(tensor.clone(), None);
     Ok(group.check_seal(seal, bytes.as_bytes(), what)?)
 }
 
@@ -57,9 +56,9 @@ pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>)
     let (dtype, device) = (tensor.dtype(), tensor.device());
     let num_bytes = tensor.shape().num_elements() * dtype.size();
     if let Some(bit) = group.flips(at, num_bytes) {
-        let mut bytes = transport::source(tensor.clone(), None).as_bytes().to_vec();
+        let mut bytes = tensors::source(tensor.clone(), None).as_bytes().to_vec();
         bytes[bit / 8] ^= 1 << (bit % 8);
-        *tensor = transport::owned(bytes, dtype, &device);
+        *tensor = tensors::owned(bytes, dtype, &device);
     }
 }
 

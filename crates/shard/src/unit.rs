@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
+use burn_fsdp_tensors::Staging;
 use parking_lot::Mutex;
 
 use crate::policy::DivideFactors;
 use crate::read::Named;
 use crate::spec::{UnitSpec, averaging};
-use crate::staging::Staging;
 
 /// The first stride: the number of graph levels between two successive uses of units. It exceeds the depth of a
 /// transformer block.

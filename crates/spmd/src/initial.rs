@@ -7,14 +7,15 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use burn_fsdp_collectives::{BufferPool, Part, Partition, Pending, ProcessGroup, Source};
+use burn_fsdp_collectives::{BufferPool, Part, Partition, Pending, ProcessGroup};
 use burn_fsdp_mesh::{Layout, Region};
+use burn_fsdp_tensors as tensors;
 use burn_ir::TensorId;
 
 use crate::error::Error;
 use crate::graph::{Graph, Parameter};
 use crate::panics::caught;
-use crate::parts::{Divided, Lent, broadcast, element_of};
+use crate::parts::{Divided, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
@@ -356,7 +357,7 @@ fn sent(
     }
     let Some(partition) = divided.partition()? else {
         let data = broadcast(divided.ranks.group(), path, data, known)?;
-        return divided.localize(&data.0);
+        return divided.localize(&data);
     };
     let copies = divided.copies()?;
     let shape = divided.held_shape(partition)?;
@@ -375,14 +376,13 @@ fn sent(
         let known = (shape.as_slice(), spec.dtype);
         let own = (copies.rank() == 0).then_some(data).flatten();
         let held = broadcast(copies, path, own, known)?;
-        data = Some(owned(held));
+        data = Some(owned(&held));
     }
     data.ok_or_else(|| Error::Internal(format!("no rank has parameter {path}")))
 }
 
 /// Copies a tensor into separate memory.
-fn owned(lent: Arc<Lent>) -> TensorData {
-    let data = &lent.0;
+fn owned(data: &TensorData) -> TensorData {
     TensorData::from_bytes_vec(
         data.as_bytes().to_vec(),
         data.shape().to_vec(),
@@ -400,7 +400,7 @@ fn scattered(
     let element = element_of(&spec.path, spec.dtype)?;
     let size = spec.dtype.size();
     let part = match data {
-        Some(data) => Part::new(Source::new(Lent(data)), partition, element),
+        Some(data) => Part::new(tensors::data_source(data), partition, element),
         None => Part::absent(partition, element),
     };
     let into = BufferPool::new().take(partition.len(group.rank()) * size);

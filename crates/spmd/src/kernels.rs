@@ -2,8 +2,8 @@
 
 use std::any::Any;
 
-use burn::backend::Flex;
 use burn_fsdp_kernels::{FusedCost, FusedOperation, takes};
+use burn_fsdp_tensors::is_host_backend;
 use burn_ir::{
     BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,
     NumericOperationIr, OperationIr, ReduceDimOpIr, ScalarIr, TensorIr,
@@ -36,7 +36,7 @@ pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
 
 /// Returns true if a backend has the kernels.
 pub(crate) fn has_kernels<B: BackendIr>() -> bool {
-    std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
+    is_host_backend::<B>()
 }
 
 /// Returns true if all tensors have the same type and the kernels support it.

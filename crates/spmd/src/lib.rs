@@ -64,7 +64,6 @@ mod certificate;
 mod compile;
 mod custom;
 mod dump;
-mod elements;
 mod error;
 pub mod graph;
 mod initial;

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Layout, Pattern, Strategy};
+use burn_fsdp_tensors::can_reduce;
 
 use crate::Precision;
 use crate::dump::GraphDump;
@@ -377,9 +378,7 @@ impl Mode {
         });
         let types: Vec<[DType; 3]> = types.collect();
         let has_halves = |of: &[DType; 3]| of[0] != DType::F16 && of[1..].contains(&DType::F16);
-        let is_double = |of: &[DType; 3]| of.contains(&DType::F64) && *of != [DType::F64; 3];
-        let is_flex = |of: &[DType; 3]| of[1..].contains(&DType::Flex32);
-        if types.iter().any(|of| is_double(of) || is_flex(of)) {
+        if !types.iter().all(|of| can_reduce(*of)) {
             return Err(Error::Precision {
                 what: "from or to f64 or flex32, which cannot be reduced to other types",
                 way_out: "build the model in f32",

@@ -6,8 +6,9 @@
 //! sums of powers, because norms fit 32 bits on any device.
 
 use burn::tensor::{DType, TensorData};
-use burn_backend::{TensorMetadata, try_read_sync};
+use burn_backend::TensorMetadata;
 use burn_fsdp_mesh::{Clip, Measure, NonFinite, Norm};
+use burn_fsdp_tensors as tensors;
 use burn_ir::{BackendIr, CustomOpIr, HandleKind, ScalarIr, TensorIr};
 
 use crate::custom::{CustomOperation, CustomOperations};
@@ -168,12 +169,10 @@ fn device<B: BackendIr>(inputs: &[HandleKind<B>]) -> Result<B::Device, String> {
 }
 
 fn read<B: BackendIr>(tensor: HandleKind<B>) -> Result<TensorData, String> {
-    let HandleKind::Float(tensor) = tensor else {
-        return Err("gradients must be float tensors".to_owned());
-    };
-    let data = try_read_sync(B::float_into_data(tensor));
-    data.ok_or_else(|| "the backend does not support synchronous reads".to_owned())?
-        .map_err(|error| error.to_string())
+    match tensor {
+        HandleKind::Float(_) => tensors::read(tensor),
+        _ => Err("gradients must be float tensors".to_owned()),
+    }
 }
 
 fn number<B: BackendIr>(device: &B::Device, value: f64, output: &TensorIr) -> HandleKind<B> {

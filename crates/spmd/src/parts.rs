@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{
     Buffer, BufferPool, ElementType, FullPart, Part, Pending, ProcessGroup, Source,
 };
 use burn_fsdp_mesh::{Cut, Layout, Partition, Placement};
+use burn_fsdp_tensors::{self as tensors, reduced_type};
 
-use crate::elements::element_type;
 use crate::error::Error;
 use crate::ranks::Ranks;
 
@@ -253,22 +253,11 @@ fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<Tenso
     let buffer = buffers.into_iter().next();
     let buffer =
         buffer.ok_or_else(|| Error::Internal("a collective returned no buffer".to_owned()))?;
-    let bytes = bytes::Bytes::from_owner(buffer);
-    let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
-    Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))
-}
-
-/// A host tensor whose bytes the ranks read in place.
-pub(crate) struct Lent(pub(crate) TensorData);
-
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        self.0.as_bytes()
-    }
+    Ok(tensors::data(buffer, shape.to_vec(), dtype))
 }
 
 pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error> {
-    element_type(dtype).ok_or_else(|| Error::ElementType {
+    reduced_type(dtype).ok_or_else(|| Error::ElementType {
         path: path.to_owned(),
         dtype,
     })
@@ -280,14 +269,14 @@ pub(crate) fn broadcast(
     path: &str,
     data: Option<TensorData>,
     (shape, dtype): (&[usize], DType),
-) -> Result<Arc<Lent>, Error> {
+) -> Result<Arc<TensorData>, Error> {
     let num_bytes = shape.iter().product::<usize>() * dtype.size();
     let bytes = ElementType::U8;
     let label = format!("initial {path}");
-    let own = data.map(|data| Arc::new(Lent(data)));
+    let own = data.map(Arc::new);
     let (parts, into) = match &own {
         Some(own) => (
-            vec![FullPart::new(Source::from_arc(own.clone()), bytes)],
+            vec![FullPart::new(tensors::data_source(own.clone()), bytes)],
             vec![],
         ),
         None => (
@@ -302,7 +291,7 @@ pub(crate) fn broadcast(
         .map_err(Error::among_ranks)?;
     match own {
         Some(own) => Ok(own),
-        None => Ok(Arc::new(Lent(first_of(received.buffers, shape, dtype)?))),
+        None => first_of(received.buffers, shape, dtype).map(Arc::new),
     }
 }
 

@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -29,9 +29,14 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         ],
     ),
     ("burn-fsdp-engine-tests", &["burn-fsdp-collectives"]),
+    ("burn-fsdp-tensors", &["burn-fsdp-collectives"]),
     (
         "burn-fsdp-shard",
-        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
+        ],
     ),
     ("burn-fsdp-checkpoint", &["burn-fsdp-mesh"]),
     (
@@ -39,6 +44,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         &[
             "burn-fsdp-mesh",
             "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
             "burn-fsdp-kernels",
         ],
     ),
@@ -51,6 +57,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
         &[
             "burn-fsdp-mesh",
             "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
             "burn-fsdp-spmd",

@@ -7,14 +7,13 @@ use std::path::Path;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Bytes;
-use burn_fsdp_checkpoint::Dtype;
-use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, Part, ProcessGroup, Source};
+use burn_fsdp_collectives::{BufferPool, FullPart, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{LocalPart, LocalTensor, local_ids, local_state};
 use burn_pack::{Scalar, Tensor as PackedTensor, Writer};
 use serde::{Deserialize, Serialize};
 
-use crate::dtype::{burn_dtype, dtype_of};
+use crate::dtype::{burn_dtype, dtype_of, element_of};
 use crate::error::{CheckpointError, Error, optimizer_error};
 use crate::optimizer_record::{Number, OptimizerParts, RANK_KEY, state_name, with_state_of_file};
 use crate::optimizer_state::{
@@ -342,16 +341,6 @@ fn of_state(partition: &Partition, tensor: &StateTensor) -> Result<Partition, Ch
         }
         None => *partition,
     })
-}
-
-fn element_of(label: &str, dtype: Dtype) -> Result<ElementType, CheckpointError> {
-    match dtype {
-        Dtype::F64 => Ok(ElementType::F64),
-        Dtype::F32 => Ok(ElementType::F32),
-        Dtype::F16 => Ok(ElementType::F16),
-        Dtype::BF16 => Ok(ElementType::BF16),
-        other => Err(optimizer_error(format!("`{label}` is of type {other}"))),
-    }
 }
 
 /// Returns the parameters that an optimizer steps.

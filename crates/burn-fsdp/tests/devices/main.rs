@@ -43,6 +43,11 @@ macro_rules! on {
             fn compiled_steps_start_from_values_that_ranks_read() {
                 crate::trains::start_from_values::<$backend>();
             }
+
+            #[test]
+            fn compiled_steps_count_their_copies() {
+                crate::trains::count_copies::<$backend>();
+            }
         }
     };
 }
@@ -51,3 +56,8 @@ macro_rules! on {
 on!(ndarray, crate::backends::NdArray);
 #[cfg(feature = "wgpu")]
 on!(wgpu, burn::backend::Cube);
+
+#[test]
+fn compiled_steps_on_the_cpu_copy_nothing() {
+    trains::count_copies::<burn::backend::Flex>();
+}

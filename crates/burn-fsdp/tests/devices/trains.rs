@@ -1,7 +1,9 @@
 //! Steps on a backend, without checkpoints.
 
 use burn::tensor::{Device, TensorData};
+use burn_fsdp::internals::compile::graph::Stage;
 use burn_fsdp::internals::compile::{ShardSpec, compile_on};
+use burn_fsdp::internals::inspect::{Staged, Transfers};
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::{Error, LaunchConfig, ProcessGroup, Strategy, launch};
 use burn_fsdp_models::Gpt;
@@ -71,5 +73,58 @@ pub(crate) fn start_from_values<B: Tested>() {
             Ok(())
         };
         launch(LaunchConfig::new(ranks), body).unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+/// Each collective reads back every tensor that it sends, and copies every result to the device. Nothing else is
+/// copied, and nothing at all on the CPU.
+pub(crate) fn count_copies<B: Tested>() {
+    let is_host = B::device() == Device::flex();
+    for strategy in [Strategy::FullShard, Strategy::NoShard] {
+        let division = Division {
+            strategy,
+            compute: None,
+        };
+        let body = move |world: ProcessGroup| -> Result<(), Error> {
+            let mut step = compiled_step::<B>(division.mode(&world))?;
+            let batch = batch(0, (world.rank(), world.size()), &B::device());
+            step.step(1e-2, &batch)?;
+            let first = step.staged();
+            step.step(1e-2, &batch)?;
+            let second = step.staged();
+            let mut expected = Staged::default();
+            let nodes = step.graph().expect("it has run").nodes();
+            for collective in nodes.iter().filter_map(|node| node.collective.as_ref()) {
+                let contract = collective.kind.contract();
+                for part in &collective.parts {
+                    if collective.stage != Stage::Wait {
+                        let len = part.share_len(contract.gives.share, world.rank());
+                        expected.to_host.number += 1;
+                        expected.to_host.bytes += len * part.dtype.size();
+                    }
+                    if collective.stage != Stage::Start {
+                        let len = part.padded_len(contract.gets.share);
+                        expected.to_device.number += 1;
+                        expected.to_device.bytes += len * part.result.size();
+                    }
+                }
+            }
+            if strategy == Strategy::NoShard {
+                // All gradients and the loss.
+                let sizes = step.parameters().iter();
+                let sizes = sizes.map(|of| of.shape.iter().product::<usize>());
+                let all = 4 * (sizes.sum::<usize>() + 1);
+                let number = step.parameters().len() + 1;
+                let all = Transfers { number, bytes: all };
+                assert_eq!((expected.to_host, expected.to_device), (all, all));
+            }
+            if is_host {
+                expected = Staged::default();
+            }
+            assert_eq!(first, expected);
+            assert_eq!(second, [expected; 2].into_iter().sum());
+            Ok(())
+        };
+        launch(LaunchConfig::new(2), body).unwrap_or_else(|error| panic!("{error}"));
     }
 }

@@ -424,6 +424,11 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
         Ok(self.unsharded.map_or(0, |(_, bytes)| bytes))
     }
 
+    fn staged(&self) -> Result<[usize; 2], RankError> {
+        let staged = self.step.staged();
+        Ok([staged.to_host.bytes, staged.to_device.bytes])
+    }
+
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
         let (config, world) = (self.config, self.world);
         evaluation::evaluate(config, world, |inputs, targets| {

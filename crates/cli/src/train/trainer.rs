@@ -23,9 +23,7 @@ pub(crate) trait Trainer {
 
     /// Returns the bytes that collectives have copied so far from a device to the host, and to a device. Both are zero
     /// if the host computes.
-    fn staged(&self) -> Result<[usize; 2], RankError> {
-        Ok([0, 0])
-    }
+    fn staged(&self) -> Result<[usize; 2], RankError>;
 
     /// Computes the mean loss on the held-out text; `None` if there is none.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;

@@ -19,12 +19,12 @@ use parking_lot::Mutex;
 use super::holders::Holders;
 use super::lifecycle::{Full, LifeCycle};
 use super::values::{Value, Values};
+use crate::convert::cast;
 use crate::device;
 use crate::error::Error;
 use crate::seal;
 use crate::shown::Shown;
 use crate::slot::{Holding, Slots};
-use crate::transport::cast;
 use crate::unit::Unit;
 
 /// A kind of pass over a module that replaces its parameters.

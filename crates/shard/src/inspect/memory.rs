@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
 use burn_fsdp_collectives::BufferPool;
+use burn_fsdp_tensors::Staged;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
@@ -14,7 +15,6 @@ use crate::path::{self, Location};
 use crate::pins::Pinned;
 use crate::report;
 use crate::root::Root;
-use crate::staging::Staged;
 use crate::survey::survey;
 use crate::thrown::{catch, throw};
 

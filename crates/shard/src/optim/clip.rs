@@ -5,11 +5,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, ProcessGroup, Reduction, Source};
 use burn_fsdp_mesh::{Clip, Measure, Norm};
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::inspect;
 use crate::optim::gradients::{self, Entry, Share};
-use crate::transport;
 
 /// The result of [`clip_grad_norm`].
 #[derive(Debug)]
@@ -171,7 +171,7 @@ fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
         _ => flat.clone().cast(FloatDType::F32),
     };
     let is_double = flat.dtype() == DType::F64;
-    let source = transport::source(flat, None);
+    let source = tensors::source(flat, None);
     match is_double {
         true => measure.of_f64(source.as_bytes()),
         false => measure.of_f32(source.as_bytes()),

@@ -10,7 +10,6 @@ use crate::device::is_capture;
 use crate::error::Error;
 use crate::parameter::current::{Current, current, is_trial};
 use crate::thrown::throw;
-use crate::transport;
 
 /// The format in which a [`LowBitOptimizer`] keeps states between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -307,7 +306,7 @@ impl Rounded {
                 bytes
             }
         };
-        transport::owned_data(bytes, self.shape, DType::F32)
+        TensorData::from_bytes_vec(bytes, self.shape, DType::F32)
     }
 }
 

@@ -2,9 +2,10 @@
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_fsdp_collectives::Reduction;
 use burn_fsdp_mesh::{LossScalerState, LossScaling, ScalingFault};
+use burn_fsdp_tensors::is_half;
 
 use crate::error::Error;
 use crate::inspect;
@@ -87,9 +88,9 @@ impl LossScaler {
     /// Returns the loss times the scale, ready for backward. A half-precision loss becomes `f32`, so the product fits.
     /// Not collective.
     pub fn scale<const D: usize>(&self, loss: Tensor<D>) -> Tensor<D> {
-        let loss = match loss.dtype() {
-            DType::F16 | DType::BF16 => loss.cast(FloatDType::F32),
-            _ => loss,
+        let loss = match is_half(loss.dtype()) {
+            true => loss.cast(FloatDType::F32),
+            false => loss,
         };
         loss.mul_scalar(self.state.scale)
     }

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp_collectives::{At, ProcessGroup, Seal};
+use burn_fsdp_tensors::is_host;
 
-use crate::device::is_host;
 use crate::error::Error;
 use crate::parameter::current::{Current, current};
 use crate::thrown::throw;
-use crate::transport;
 
 /// A Burn optimizer that seals its states of sharded parameters. If ranks compare bytes
 /// ([`Check::Agreement`](burn_fsdp_collectives::Check::Agreement)), each step checks that the states still have the
@@ -130,7 +129,7 @@ fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
     if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
         let mut bytes = data.as_bytes().to_vec();
         bytes[bit / 8] ^= 1 << (bit % 8);
-        *data = transport::owned_data(bytes, data.shape().clone(), data.dtype());
+        *data = TensorData::from_bytes_vec(bytes, data.shape().clone(), data.dtype());
     }
 }
 

@@ -7,11 +7,11 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{Account, BufferPool, Seal};
 
 use crate::audit::Tag;
+use crate::convert::cast;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::seal;
 use crate::slot::Slots;
-use crate::transport::cast;
 use crate::unit::Unit;
 
 /// The description of a held-back gradient in messages.

@@ -6,16 +6,16 @@ use burn::tensor::{Device, Shape, Tensor};
 use burn_fsdp_collectives::{
     At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source,
 };
+use burn_fsdp_tensors::is_host;
 
 use super::accumulate::{Gradient, Sum};
 use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
+use crate::convert::cast;
 use crate::copies::Generation;
-use crate::device::is_host;
 use crate::error::Error;
 use crate::op::Reduced;
 use crate::seal;
 use crate::slot::{Element, Slot};
-use crate::transport::cast;
 use crate::unit::Unit;
 
 /// The element type in which the results of a reduction arrive.

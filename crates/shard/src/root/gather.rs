@@ -2,20 +2,20 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_fsdp_collectives::{
     At, ElementType, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
 };
+use burn_fsdp_tensors::is_host;
 
 use super::state::Root;
+use crate::convert::cast;
 use crate::copies::{Full, Gather, Generation, UnitState};
-use crate::device::is_host;
 use crate::error::Error;
 use crate::packing::Packing;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
 use crate::seal;
-use crate::transport::{self, cast};
 
 impl Root {
     /// Starts a gather that the program requested, outside of the order.
@@ -177,7 +177,7 @@ impl Root {
         } else {
             let mut wide = vec![0; len * DType::F32.size()];
             packing.unpack(records, &mut wide);
-            let elements = transport::owned_data(wide, [len], DType::F32).convert_dtype(dtype);
+            let elements = TensorData::from_bytes_vec(wide, [len], DType::F32).convert_dtype(dtype);
             buffer.as_mut().copy_from_slice(elements.as_bytes());
         }
         let (marked, mark) = Marked::new(buffer);

@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::Account;
+use burn_fsdp_tensors::is_host;
 
 use super::accumulate::{Gradient, Sum};
 use super::arrival::hooked;
 use super::state::{Progress, Root};
 use crate::audit::{is_flagged, scale_of, tag_of_sum};
+use crate::convert::cast;
 use crate::copies::Generation;
-use crate::device::is_host;
 use crate::error::Error;
 use crate::reduction_hook::{FullGradient, ReductionHook, UnitReduction};
 use crate::seal;
 use crate::slot::Slots;
-use crate::transport::cast;
 
 impl Progress {
     /// Calls the hook to reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients

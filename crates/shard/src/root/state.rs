@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn::module::ParamId;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
+use burn_fsdp_tensors::Staged;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
@@ -23,7 +24,6 @@ use crate::policy::ShardPolicy;
 use crate::probes::Trial;
 use crate::schedule::Operation;
 use crate::seal::Waiting;
-use crate::staging::Staged;
 use crate::thrown::throw;
 use crate::unit::Unit;
 

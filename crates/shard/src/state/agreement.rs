@@ -6,12 +6,12 @@ use burn::module::{Module, Param};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 use burn_fsdp_collectives::Fingerprint;
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::survey::survey;
-use crate::transport;
 
 /// The tensors that [`check_agreement`] compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -98,7 +98,7 @@ struct Checksum {
 impl Checksum {
     fn of(piece: usize, flat: Tensor<1>) -> Self {
         let size = flat.dtype().size();
-        Self::of_bytes(piece, size, transport::source(flat, None).as_bytes())
+        Self::of_bytes(piece, size, tensors::source(flat, None).as_bytes())
     }
 
     fn of_data(data: &TensorData) -> Self {

@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_tensors::{self as tensors, is_half};
 
 use crate::error::Error;
 use crate::inspect;
 use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
-use crate::transport;
 
 /// Returns the updated moving average: `decay * average + (1 - decay) * model`, element by element.
 ///
@@ -76,7 +76,7 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         let old = exact.remove(&tensor.path);
         let sum = averaged(old.unwrap_or_else(|| wide(tensor)), wide(&new), decay);
         let bytes = sum.clone().cast(tensor.dtype).into_data();
-        if is_narrow(tensor.dtype) {
+        if is_half(tensor.dtype) {
             if tensor.part == LocalPart::Own {
                 return Err(Error::Average {
                     path: tensor.path.clone(),
@@ -101,14 +101,9 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
 /// Returns true if both are the same part of tensors with the same shape and type. A 32-bit average may also differ in
 /// type.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
-    let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
+    let is_wider = average.dtype == DType::F32 && is_half(model.dtype);
     let is_type = average.dtype == model.dtype || is_wider;
     is_type && average.shape == model.shape && average.part == model.part
-}
-
-/// Returns true for 16-bit types, which round small updates away.
-fn is_narrow(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 fn differing(path: &str) -> Error {
@@ -122,8 +117,8 @@ fn differing(path: &str) -> Error {
 /// Returns this rank's elements, widened to 32 bits if they have 16.
 fn wide(tensor: &LocalTensor) -> Tensor<1> {
     let bytes = tensor.elements.as_bytes().to_vec();
-    let values = transport::owned(bytes, tensor.dtype, &Device::flex());
-    match is_narrow(tensor.dtype) {
+    let values = tensors::owned(bytes, tensor.dtype, &Device::flex());
+    match is_half(tensor.dtype) {
         true => values.cast(DType::F32),
         false => values,
     }

@@ -5,14 +5,15 @@ use std::collections::HashMap;
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{At, Buffer, BufferPool, FullPart, Label, ProcessGroup, Reduction};
+use burn_fsdp_tensors as tensors;
 
+use crate::convert;
 use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 use crate::root::Root;
 use crate::seal::Held;
 use crate::survey::survey;
-use crate::transport;
 
 const LABEL: &str = "running states";
 
@@ -120,7 +121,7 @@ impl path::Mapper for Cast {
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         match self.paths.contains(&place.path()) {
-            true => param.map(|state| transport::cast(state, self.dtype)),
+            true => param.map(|state| convert::cast(state, self.dtype)),
             false => param,
         }
     }
@@ -194,12 +195,12 @@ struct Running {
 
 impl Running {
     fn part(&self) -> Result<FullPart, Error> {
-        let element = transport::element_type(self.flat.dtype());
+        let element = tensors::reduced_type(self.flat.dtype());
         let element = element.ok_or_else(|| Error::ElementType {
             path: self.path.clone(),
             got: format!("{:?}", self.flat.dtype()),
         })?;
-        let source = transport::source(self.flat.clone(), None);
+        let source = tensors::source(self.flat.clone(), None);
         Ok(FullPart::new(source, element))
     }
 
@@ -264,8 +265,8 @@ impl path::Mapper for Replace {
     ) -> Param<Tensor<D>> {
         match self.values.remove(&place.path()) {
             Some(buffer) => param.map(|old| {
-                let data = transport::data(buffer, old.shape(), old.dtype());
-                transport::in_place_of(&old, data)
+                let data = tensors::data(buffer, old.shape(), old.dtype());
+                convert::in_place_of(&old, data)
             }),
             None => param,
         }

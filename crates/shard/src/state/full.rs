@@ -6,15 +6,16 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
+use burn_fsdp_tensors as tensors;
 
 use crate::ambient::{Purpose, within};
+use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Key, Member};
 use crate::parameter::mailbox;
 use crate::path::{self, FACTOR_A, FACTOR_B, Location};
 use crate::state::record;
 use crate::thrown::{catch, throw};
-use crate::transport;
 
 /// Whether changes to summoned parameters are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -300,7 +301,7 @@ impl path::Mapper for Narrow {
                 mailbox::replace(unit, member.index, shard);
                 param
             }
-            None => param.map(|old| transport::in_place_of(&old, value)),
+            None => param.map(|old| convert::in_place_of(&old, value)),
         }
     }
 
@@ -310,7 +311,7 @@ impl path::Mapper for Narrow {
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         match self.take(place) {
-            Some(value) => param.map(|old| transport::int_in_place_of(&old, value)),
+            Some(value) => param.map(|old| convert::int_in_place_of(&old, value)),
             None => param,
         }
     }
@@ -321,7 +322,7 @@ impl path::Mapper for Narrow {
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         match self.take(place) {
-            Some(value) => param.map(|old| transport::bool_in_place_of(&old, value)),
+            Some(value) => param.map(|old| convert::bool_in_place_of(&old, value)),
             None => param,
         }
     }
@@ -365,7 +366,7 @@ pub fn full_state<M: Module>(
                 Some(buffer) => Source::new(buffer),
                 None => continue,
             },
-            Held::Here(flat) => transport::source((**flat).clone(), None),
+            Held::Here(flat) => tensors::source((**flat).clone(), None),
             Held::Read(source) => source.clone(),
         };
         if is_first {
@@ -386,7 +387,7 @@ pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let value = member.generation.value(member.index).inner();
     let generation = &member.generation;
     let named = || Label::from(generation.named(member.index));
-    let source = transport::source(value, None).sealed(generation.seal(member.index), named);
+    let source = tensors::source(value, None).sealed(generation.seal(member.index), named);
     let part = slot.part(source, slot.elements.stored);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],
@@ -483,7 +484,7 @@ impl All {
             path: place.path(),
             shape: data.shape().to_vec(),
             dtype: data.dtype(),
-            held: Held::Read(transport::host(data)),
+            held: Held::Read(tensors::data_source(data)),
         });
     }
 }

@@ -6,7 +6,9 @@ use std::ops::Range;
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Partition, Source};
+use burn_fsdp_tensors as tensors;
 
+use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::parameter::identity::counterpart;
@@ -15,7 +17,6 @@ use crate::path::{self, Location};
 use crate::slot::MAX_DIMS;
 use crate::state::full::{self, Held};
 use crate::thrown::catch;
-use crate::transport;
 
 /// A tensor of a module, and this rank's part of it.
 #[derive(Debug, Clone)]
@@ -74,7 +75,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
         member.generation.check(member.index)?;
     }
     let tensors = full::tensors(module).into_iter().map(|tensor| {
-        let source = |flat| transport::source(flat, None);
+        let source = |flat| tensors::source(flat, None);
         let key = managed.get(&tensor.path).map(Member::key);
         let others = tied.iter().filter(|(_, other)| Some(other.key()) == key);
         let mut adapter_scale = None;
@@ -169,7 +170,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
                 got,
             }));
         }
-        let data = transport::owned_data(bytes, tensor.held_shape(), tensor.dtype);
+        let data = TensorData::from_bytes_vec(bytes, tensor.held_shape(), tensor.dtype);
         values.insert(tensor.path, data);
     }
     let members = inspect::places(&module).into_iter().collect();
@@ -237,7 +238,7 @@ impl path::Mapper for PutBack {
                 mailbox::replace(&member.generation.unit, member.index, shard);
                 param
             }
-            None => param.map(|old| transport::in_place_of(&old, data)),
+            None => param.map(|old| convert::in_place_of(&old, data)),
         }
     }
 
@@ -247,7 +248,7 @@ impl path::Mapper for PutBack {
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         match self.values.remove(&place.path()) {
-            Some(data) => param.map(|old| transport::int_in_place_of(&old, data)),
+            Some(data) => param.map(|old| convert::int_in_place_of(&old, data)),
             None => param,
         }
     }
@@ -258,7 +259,7 @@ impl path::Mapper for PutBack {
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         match self.values.remove(&place.path()) {
-            Some(data) => param.map(|old| transport::bool_in_place_of(&old, data)),
+            Some(data) => param.map(|old| convert::bool_in_place_of(&old, data)),
             None => param,
         }
     }

@@ -11,6 +11,7 @@ use burn::module::{Module, ParamMapper};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::BufferPool;
+use burn_fsdp_tensors as tensors;
 
 use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copies, Generation};
@@ -19,7 +20,6 @@ use crate::inspect::{self, Member};
 use crate::parameter::mailbox::{Handed, hand};
 use crate::state::buffers;
 use crate::thrown::{catch, throw};
-use crate::transport;
 use crate::unit::Unit;
 
 thread_local! {
@@ -155,7 +155,7 @@ pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, 
     if !slot.is_gathered() {
         return Ok(value.to_device(&device));
     }
-    let part = slot.part(transport::source(value, None), slot.elements.stored);
+    let part = slot.part(tensors::source(value, None), slot.elements.stored);
     let into = BufferPool::new().take(slot.full_bytes());
     let label = format!("{} whole value", slot.path);
     let group = &unit.groups.shard;
@@ -164,9 +164,5 @@ pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, 
         .wait()?;
     let buffer = received.buffers.into_iter().next();
     let buffer = buffer.expect("one part was asked for");
-    Ok(transport::tensor(
-        buffer,
-        slot.elements.stored.dtype,
-        &device,
-    ))
+    Ok(tensors::tensor(buffer, slot.elements.stored.dtype, &device))
 }

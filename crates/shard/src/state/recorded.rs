@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
@@ -12,7 +13,6 @@ use crate::state::buffers;
 use crate::state::full::gather;
 use crate::state::record::plainly;
 use crate::thrown::{catch, throw};
-use crate::transport;
 
 /// A tensor of a module's record, passed by [`recorded_state`].
 #[derive(Debug)]
@@ -107,9 +107,5 @@ fn whole(member: &Member, is_first: bool) -> Option<Tensor<1>> {
     }
     let buffer = gather(member).unwrap_or_else(|error| throw(error));
     let buffer = buffer.filter(|_| is_first)?;
-    Some(transport::tensor(
-        buffer,
-        slot.elements.stored.dtype,
-        &device,
-    ))
+    Some(tensors::tensor(buffer, slot.elements.stored.dtype, &device))
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
+use burn_fsdp_tensors as tensors;
 
 use super::factors;
 use crate::error::Error;
@@ -14,7 +15,6 @@ use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
 use crate::survey::{Found, Survey};
-use crate::transport;
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
 
@@ -267,10 +267,9 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
 ///
 /// [`Error::Option`].
 fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Error> {
-    let types = [found.dtype, compute, reduce];
-    let is_double = types.contains(&DType::F64) && types != [DType::F64; 3];
-    match is_double || [compute, reduce].contains(&DType::Flex32) {
-        true => Err(Error::Option {
+    match tensors::can_reduce([found.dtype, compute, reduce]) {
+        true => Ok(()),
+        false => Err(Error::Option {
             option: "a type of `Precision`",
             expected: "f32, bf16 or f16; leave a module in f64 unchanged",
             got: format!(
@@ -278,7 +277,6 @@ fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Erro
                 found.path, found.dtype
             ),
         }),
-        false => Ok(()),
     }
 }
 
@@ -292,7 +290,7 @@ fn slot(
     let compute = policy.precision.compute_of(&found.path, found.dtype);
     let reduce = policy.precision.reduce_of(compute);
     expect_types(found, compute, reduce)?;
-    let element_of = |dtype| match transport::element_type(dtype) {
+    let element_of = |dtype| match tensors::reduced_type(dtype) {
         Some(wire) => Ok(Element { dtype, wire }),
         None => Err(Error::ElementType {
             path: found.path.clone(),

@@ -3,10 +3,10 @@
 use burn::module::Param;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{BufferPool, FullPart, ProcessGroup, Received, Source};
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::slot::Slot;
-use crate::transport;
 use crate::unit::Unit;
 
 /// Returns this rank's part of rank 0's value of `param`. No other rank initializes the parameter, and no rank holds
@@ -74,7 +74,7 @@ fn broadcast(
 ) -> Result<Tensor<1>, Error> {
     let part = FullPart {
         source: match &own {
-            Some(own) => transport::source(own.clone().inner(), None),
+            Some(own) => tensors::source(own.clone().inner(), None),
             None => Source::empty(),
         },
         num_elements: elements,
@@ -104,7 +104,7 @@ fn label(slot: &Slot) -> String {
 fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {
     let buffer = received.buffers.into_iter().next();
     let buffer = buffer.expect("one part was asked for");
-    transport::tensor(buffer, slot.elements.stored.dtype, device)
+    tensors::tensor(buffer, slot.elements.stored.dtype, device)
 }
 
 fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
@@ -114,10 +114,10 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
         true => flat,
         false => flat.cast(slot.elements.stored.dtype),
     };
-    transport::source(flat, None)
+    tensors::source(flat, None)
 }
 
 /// Returns a leaf with its own memory, because the tensor that rank 0 sends may be a view of a larger one.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
-    transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
+    tensors::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
 }

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::slot::Slot;
-use crate::transport;
 use crate::unit::Unit;
 
 /// One rank's part of a parameter, which [`fully_shard_from`](crate::fully_shard_from) asks its caller to read.
@@ -52,5 +52,5 @@ pub(super) fn value(
             got: bytes.len(),
         });
     }
-    Ok(Some(transport::owned(bytes, dtype, &unit.home(device))))
+    Ok(Some(tensors::owned(bytes, dtype, &unit.home(device))))
 }

@@ -14,6 +14,7 @@ use super::placed::Placed;
 use super::read::{self, Read};
 use super::ties::{self, Field, Ties};
 use crate::adapter::Adapter;
+use crate::convert;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::parameter::identity::counterpart;
@@ -26,7 +27,6 @@ use crate::slot::Slot;
 use crate::state::record;
 use crate::survey::{Declared, Found, Survey, stand_in};
 use crate::thrown::throw;
-use crate::transport;
 use crate::unit::Unit;
 
 /// The error message for tied fields that are read with different values.
@@ -279,7 +279,7 @@ impl Reparameterizer for Below<'_, '_> {
 /// Returns the parameter with this rank's own leaf; a lazy parameter stays lazy. Other ranks may hold clones of the
 /// same parameter, and ranks that share a leaf share a graph and would wait for each other's backward.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
+    param.init_mapper(|tensor| convert::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
 /// Returns the stand-in for a parameter, with the parameter's original shape in records.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::backend::Flex;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
+use burn_fsdp_tensors::Staged;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
@@ -322,6 +323,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns the memory table of this rank's tensors.
     pub fn memory(&self) -> &MemoryTable {
         self.executor.table()
+    }
+
+    /// Returns the copies that collectives have made so far between the host and a device with its own memory. On
+    /// Burn's CPU backend there are none.
+    pub fn staged(&self) -> Staged {
+        self.executor.staged()
     }
 
     /// Begins a new measurement of peak memory.

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_collectives::{Contract, OperationKind, Share};
+use burn_fsdp_collectives::{Contract, ElementType, OperationKind, Share};
 use burn_fsdp_mesh::{Partition, ReduceOp};
+use burn_fsdp_tensors::{moved_type, reduced_type};
 
 /// A collective operation of the schedule, which an `OperationIr::Custom` node represents.
 ///
@@ -172,6 +173,15 @@ impl CollectiveKind {
     /// Returns the contract: which ranks send and receive which data.
     pub fn contract(self) -> Contract {
         self.operation().contract()
+    }
+
+    /// Returns the process group's type for elements of `dtype`, if an operation of this kind can carry them. More types
+    /// can be moved than reduced.
+    pub fn element_of(self, dtype: DType) -> Option<ElementType> {
+        match self.contract().reduces {
+            true => reduced_type(dtype),
+            false => moved_type(dtype),
+        }
     }
 
     /// Returns the number of rounds around a ring of the ranks: two for an all-reduce, otherwise one.

@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_mesh::{Axis, Mesh, Partition, ReduceOp, Strategy};
+use burn_fsdp_tensors::reduced_type;
 use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
 use super::casts::{cast_of, widened_early};
 use super::holding::{Holding, local_shape};
 use super::replicate::{Replicate, mesh_of};
 use crate::Precision;
-use crate::elements::element_type;
 use crate::error::Error;
 use crate::graph::{
     Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
@@ -135,7 +135,7 @@ impl Insertion<'_> {
                 continue;
             }
             let (value, path, dtype) = (parameter.value, parameter.path.clone(), parameter.dtype);
-            if element_type(dtype).is_none() {
+            if reduced_type(dtype).is_none() {
                 return Err(Error::ElementType {
                     path: path.to_string(),
                     dtype,

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use burn_fsdp_mesh::{Placement, ReduceOp};
+use burn_fsdp_tensors::{moved_type, reduced_type};
 use burn_ir::TensorId;
 
 use super::located::{Located, On, Values, Version};
 use super::redistribute::{cost, moved};
 use super::signature::{Letter, Signature};
-use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::Node;
 
@@ -160,7 +160,7 @@ impl Values {
                         // Only floats can be reduced. Other sums are allowed, because they may be converted to float
                         // first.
                         let (_, dtype) = self.whole.get(&output.id)?;
-                        if element_type(*dtype).is_none() && op != ReduceOp::Sum {
+                        if reduced_type(*dtype).is_none() && op != ReduceOp::Sum {
                             return None;
                         }
                         Placement::Partial(op)
@@ -228,8 +228,8 @@ impl Values {
                 // More types can be gathered than reduced: only floats can be reduced.
                 let movable = match from {
                     Placement::Replicate => true,
-                    Placement::Shard(_) => gathered_type(*dtype).is_some(),
-                    Placement::Partial(_) => element_type(*dtype).is_some(),
+                    Placement::Shard(_) => moved_type(*dtype).is_some(),
+                    Placement::Partial(_) => reduced_type(*dtype).is_some(),
                 };
                 if from != to && !movable {
                     return None;

@@ -8,7 +8,6 @@ use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, Slic
 
 use super::located::Reader;
 use super::padding::Padding;
-use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::graph::{
@@ -428,11 +427,7 @@ impl Redistribution<'_> {
         is_last: bool,
     ) -> Result<(), Error> {
         let dtype = self.dtype(input)?;
-        let element = match kind.contract().reduces {
-            true => element_type(dtype),
-            false => gathered_type(dtype),
-        };
-        if element.is_none() {
+        if kind.element_of(dtype).is_none() {
             return Err(Error::Redistribution {
                 value: self.label.to_string(),
                 dtype,

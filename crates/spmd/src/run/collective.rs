@@ -1,19 +1,25 @@
 //! Collectives over the executor's tensors.
 
-use std::any::Any;
+use std::collections::BTreeMap;
 
-use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
-use burn_backend::try_read_sync;
-use burn_flex::FlexTensor;
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
     Seal, Share, Source,
 };
-use burn_ir::{BackendIr, HandleKind};
+use burn_fsdp_tensors::{self as tensors, Staging, reduced_type};
+use burn_ir::{BackendIr, HandleKind, TensorId};
 
 use super::sealed::Sealed;
-use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
+
+/// Collectives in progress, and the copies of all collectives between the host and a device.
+#[derive(Default)]
+pub(super) struct Flights {
+    /// By the first value that the collective writes.
+    pub(super) started: BTreeMap<TensorId, Started>,
+    pub(super) staging: Staging,
+}
 
 /// A collective that has been started.
 pub(super) struct Started {
@@ -45,7 +51,7 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
 
 /// Starts a collective of these tensors, one per part, with their seals. A tensor that another rank owns is `None`.
 pub(super) fn start<B: BackendIr>(
-    group: &ProcessGroup,
+    (group, staging): (&ProcessGroup, &Staging),
     collective: &Collective,
     tensors: Vec<Option<(HandleKind<B>, Option<Sealed>)>>,
 ) -> Result<Started, Failure> {
@@ -55,10 +61,7 @@ pub(super) fn start<B: BackendIr>(
     let mut results = Vec::new();
     for (part, tensor) in collective.parts.iter().zip(tensors) {
         let dtype = part.dtype;
-        let element = match contract.reduces {
-            true => element_type(dtype),
-            false => gathered_type(dtype),
-        };
+        let element = collective.kind.element_of(dtype);
         let element =
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let (gives, gets) = (contract.gives.share, contract.gets.share);
@@ -66,7 +69,8 @@ pub(super) fn start<B: BackendIr>(
         let (is_here, result) = (tensor.is_some(), part.result);
         let source = match tensor {
             Some((tensor, sealed)) => {
-                source::<B>(group, tensor, len(gives) * dtype.size(), sealed)?
+                let num_bytes = len(gives) * dtype.size();
+                source::<B>((group, staging), tensor, num_bytes, sealed)?
             }
             None => Source::new(Vec::new()),
         };
@@ -139,7 +143,7 @@ impl Started {
 fn reduction(collective: &Collective) -> Reduction {
     Reduction {
         op: collective.reduction.unwrap_or(ReduceOp::Sum),
-        output: collective.widened().and_then(element_type),
+        output: collective.widened().and_then(reduced_type),
         ..Reduction::sum()
     }
 }
@@ -147,15 +151,14 @@ fn reduction(collective: &Collective) -> Reduction {
 /// Returns a received buffer as flat data of `len` elements, padded with zeros.
 fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     let num_bytes = len * dtype.size();
-    let bytes = match buffer.len() == num_bytes {
-        true => Bytes::from_shared(bytes::Bytes::from_owner(buffer), AllocationProperty::Native),
+    match buffer.len() == num_bytes {
+        true => tensors::data(buffer, [len], dtype),
         false => {
             let mut padded = vec![0; num_bytes];
             padded[..buffer.len()].copy_from_slice(buffer.as_ref());
-            Bytes::from_bytes_vec(padded)
+            TensorData::from_bytes_vec(padded, [len], dtype)
         }
-    };
-    TensorData::from_bytes(bytes, [len], dtype)
+    }
 }
 
 /// Returns the first `num_bytes` of a tensor in row-major order: from the tensor's memory on Flex, read back on other
@@ -163,75 +166,24 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 ///
 /// The result carries the seal of the memory if it covers all of it; otherwise the seal is checked here.
 fn source<B: BackendIr>(
-    group: &ProcessGroup,
+    (group, staging): (&ProcessGroup, &Staging),
     tensor: HandleKind<B>,
     num_bytes: usize,
     sealed: Option<Sealed>,
 ) -> Result<Source, Failure> {
-    let flex = match &tensor {
-        HandleKind::Float(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
-        HandleKind::Int(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
-        HandleKind::Bool(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
-        HandleKind::Quantized(_) => None,
+    let Some(memory) = tensors::on_host(&tensor).cloned() else {
+        let read = staging.read_back(tensor, num_bytes);
+        return read.map_err(Failure::Other);
     };
-    if let Some(flex) = flex {
-        let memory = flex.clone();
-        let flex = match flex.layout().contiguous_offsets() {
-            Some(_) => flex.clone(),
-            None => flex.to_contiguous(),
-        };
-        drop(tensor);
-        let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
-        let start = start * flex.dtype().size();
-        // The seal covers the memory in its stored order; a reordered copy has other bytes.
-        let is_whole = memory.layout().contiguous_offsets().is_some()
-            && start == 0
-            && num_bytes == flex.bytes().len();
-        let source = Source::new(FlexBytes {
-            tensor: flex,
-            start,
-            end: start + num_bytes,
-        });
-        return Ok(match sealed {
-            Some(Sealed { seal, what }) if is_whole => source.sealed(Some(seal), || what),
-            Some(Sealed { seal, what }) => {
-                group.check_seal(&seal, memory.bytes(), || what.as_str().to_owned())?;
-                source
-            }
-            None => source,
-        });
-    }
-    let data = match tensor {
-        HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),
-        HandleKind::Int(tensor) => try_read_sync(B::int_into_data(tensor)),
-        HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
-        HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
-    };
-    let data = data
-        .ok_or_else(|| Failure::Other("the backend does not support synchronous reads".to_owned()))?
-        .map_err(|error| Failure::Other(error.to_string()))?;
-    Ok(Source::new(HostBytes { data, num_bytes }))
-}
-
-struct FlexBytes {
-    tensor: FlexTensor,
-    start: usize,
-    end: usize,
-}
-
-impl AsRef<[u8]> for FlexBytes {
-    fn as_ref(&self) -> &[u8] {
-        &self.tensor.bytes()[self.start..self.end]
-    }
-}
-
-struct HostBytes {
-    data: TensorData,
-    num_bytes: usize,
-}
-
-impl AsRef<[u8]> for HostBytes {
-    fn as_ref(&self) -> &[u8] {
-        &self.data.as_bytes()[..self.num_bytes]
-    }
+    drop(tensor);
+    // The seal covers the memory in its stored order; elements in a different order are other bytes.
+    let (source, is_whole) = tensors::first_bytes(memory.clone(), num_bytes);
+    Ok(match sealed {
+        Some(Sealed { seal, what }) if is_whole => source.sealed(Some(seal), || what),
+        Some(Sealed { seal, what }) => {
+            group.check_seal(&seal, memory.bytes(), || what.as_str().to_owned())?;
+            source
+        }
+        None => source,
+    })
 }

@@ -7,15 +7,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn::tensor::{DType, Shape, TensorData};
-use burn_backend::try_read_sync;
 use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_tensors::{self as tensors, Staged};
 use burn_ir::{
-    BackendIr, BaseOperationIr, CustomOpIr, HandleKind, OperationIr, TensorId, TensorIr,
-    TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, TensorId, TensorIr, TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
-use super::collective::{self, Failure, Started};
+use super::collective::{self, Failure, Flights};
 use super::failed::failed;
 use super::memory::{Address, MemoryTable};
 use super::random::{Drawing, Moment};
@@ -49,8 +48,7 @@ pub struct Executor<B: BackendIr> {
     /// The group of ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    /// Collectives in progress, keyed by the first value that each writes.
-    started: BTreeMap<TensorId, Started>,
+    flights: Flights,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     /// The values of the running graph that this rank lacks because another rank owns them.
@@ -72,7 +70,7 @@ impl<B: BackendIr> Executor<B> {
             axes: [(Arc::from(DATA_AXIS), group.clone())].into(),
             group,
             table: MemoryTable::default(),
-            started: BTreeMap::new(),
+            flights: Flights::default(),
             present: BTreeMap::new(),
             absent: Absent::default(),
             constants: Vec::new(),
@@ -117,6 +115,11 @@ impl<B: BackendIr> Executor<B> {
         &self.table
     }
 
+    /// Returns the copies that collectives have made between the host and a device with its own memory.
+    pub fn staged(&self) -> Staged {
+        self.flights.staging.staged()
+    }
+
     /// Returns the mutable memory table, to start a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
@@ -158,16 +161,7 @@ impl<B: BackendIr> Executor<B> {
             status: TensorStatus::ReadOnly,
             dtype,
         };
-        let data = match self.interpreter.get_tensor(&tensor) {
-            HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),
-            HandleKind::Int(tensor) => try_read_sync(B::int_into_data(tensor)),
-            HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
-            HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
-        };
-        data.ok_or_else(|| {
-            Error::Internal("the backend does not support synchronous reads".to_owned())
-        })?
-        .map_err(|error| Error::Internal(error.to_string()))
+        tensors::read(self.interpreter.get_tensor(&tensor)).map_err(Error::Internal)
     }
 
     /// Frees a given value.
@@ -418,7 +412,7 @@ impl<B: BackendIr> Executor<B> {
         let started = match collective.stage {
             Stage::Wait => {
                 let key = node.inputs().next();
-                let started = key.and_then(|key| self.started.remove(&key));
+                let started = key.and_then(|key| self.flights.started.remove(&key));
                 started.ok_or_else(|| failed(index, node, "it was not started".to_owned()))?
             }
             Stage::Whole | Stage::Start => {
@@ -431,12 +425,13 @@ impl<B: BackendIr> Executor<B> {
                 let tensors = given.collect();
                 let group = self.along(&collective.axis);
                 let group = group.map_err(|reason| failed(index, node, reason))?;
-                collective::start::<B>(group, collective, tensors).map_err(fail)?
+                let along = (group, &self.flights.staging);
+                collective::start::<B>(along, collective, tensors).map_err(fail)?
             }
         };
         if collective.stage == Stage::Start {
             if let Some(key) = node.outputs().next() {
-                self.started.insert(key, started);
+                self.flights.started.insert(key, started);
             }
             return Ok(());
         }
@@ -448,6 +443,7 @@ impl<B: BackendIr> Executor<B> {
             }
             let data = self.seal_result(output.id, (collective, part), result);
             let (bytes, ..) = data.into_parts();
+            self.flights.staging.arrives_on::<B>(bytes.len());
             let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
             self.interpreter.register_tensor_data_id(output.id, data);
         }

@@ -1,10 +1,9 @@
 //! The executor's table of live tensor bytes.
 
-use std::any::Any;
 use std::collections::HashMap;
 
 use burn_backend::TensorMetadata;
-use burn_flex::FlexTensor;
+use burn_fsdp_tensors::on_host;
 use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 
 /// The memory of each live tensor, and the total in bytes.
@@ -30,17 +29,22 @@ pub(super) struct Address {
 
 impl Address {
     pub(super) fn of<B: BackendIr>(id: TensorId, tensor: &HandleKind<B>) -> Self {
-        let found = match tensor {
-            HandleKind::Float(tensor) => Self::of_primitive(tensor),
-            HandleKind::Int(tensor) => Self::of_primitive(tensor),
-            HandleKind::Bool(tensor) => Self::of_primitive(tensor),
-            HandleKind::Quantized(tensor) => Self::of_primitive(tensor),
-        };
-        let (address, num_bytes) = found;
+        if let Some(tensor) = on_host(tensor) {
+            let bytes = tensor.bytes();
+            return Self {
+                address: bytes.as_ptr() as usize,
+                num_bytes: bytes.len(),
+            };
+        }
         Self {
             // Odd, to differ from any address of tensor memory.
-            address: address.unwrap_or((id.value() as usize) << 1 | 1),
-            num_bytes,
+            address: (id.value() as usize) << 1 | 1,
+            num_bytes: match tensor {
+                HandleKind::Float(tensor) => num_bytes(tensor),
+                HandleKind::Int(tensor) => num_bytes(tensor),
+                HandleKind::Bool(tensor) => num_bytes(tensor),
+                HandleKind::Quantized(tensor) => num_bytes(tensor),
+            },
         }
     }
 
@@ -51,16 +55,10 @@ impl Address {
             num_bytes: output.shape.num_elements() * output.dtype.size(),
         }
     }
+}
 
-    fn of_primitive<T: TensorMetadata + Any>(tensor: &T) -> (Option<usize>, usize) {
-        match (tensor as &dyn Any).downcast_ref::<FlexTensor>() {
-            Some(flex) => {
-                let bytes = flex.bytes();
-                (Some(bytes.as_ptr() as usize), bytes.len())
-            }
-            None => (None, tensor.shape().num_elements() * tensor.dtype().size()),
-        }
-    }
+fn num_bytes(tensor: &impl TensorMetadata) -> usize {
+    tensor.shape().num_elements() * tensor.dtype().size()
 }
 
 impl MemoryTable {

@@ -7,12 +7,11 @@
 //! consumes are checked at the end of the step. Memory that several values share is not overwritten, and a node that
 //! overwrites a consumed value does so after the check. Only host memory is sealed.
 
-use std::any::Any;
-
 use burn::tensor::{Bytes, DType, TensorData};
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{At, Fingerprint, Label, ProcessGroup, Seal};
-use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr, TensorStatus};
+use burn_fsdp_tensors::on_host;
+use burn_ir::{BackendIr, TensorId, TensorIr, TensorStatus};
 
 use super::executor::Executor;
 use super::sealed::{Carried, Sealed};
@@ -258,12 +257,7 @@ impl<B: BackendIr> Executor<B> {
             status: TensorStatus::ReadOnly,
             ..tensor.clone()
         };
-        match self.interpreter.get_tensor(&tensor) {
-            HandleKind::Float(tensor) => flex(&tensor),
-            HandleKind::Int(tensor) => flex(&tensor),
-            HandleKind::Bool(tensor) => flex(&tensor),
-            HandleKind::Quantized(_) => None,
-        }
+        on_host(&self.interpreter.get_tensor(&tensor)).cloned()
     }
 }
 
@@ -274,10 +268,6 @@ fn ir(id: TensorId, shape: Vec<usize>, dtype: DType) -> TensorIr {
         status: TensorStatus::ReadOnly,
         dtype,
     }
-}
-
-fn flex(tensor: &dyn Any) -> Option<FlexTensor> {
-    tensor.downcast_ref::<FlexTensor>().cloned()
 }
 
 /// Returns the address of a tensor's memory, and its length in bytes.

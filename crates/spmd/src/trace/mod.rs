@@ -23,6 +23,7 @@ mod types;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_tensors::is_half;
 
 pub use activation::named_activation;
 pub use batch::{Batch, BatchMapper, InputSpec, cast_floats, data_of, specs_of};
@@ -269,9 +270,9 @@ fn times(loss: Tensor<1>, factor: Option<Tensor<1>>) -> Tensor<1> {
 
 /// Returns the loss in at least 32 bits, like its mean over the ranks.
 fn wide(loss: Tensor<1>) -> Tensor<1> {
-    match loss.dtype() {
-        DType::F16 | DType::BF16 => loss.cast(DType::F32),
-        _ => loss,
+    match is_half(loss.dtype()) {
+        true => loss.cast(DType::F32),
+        false => loss,
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
+use burn_fsdp_tensors::is_half;
 use burn_ir::{
     FloatOperationIr, IntOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorId,
 };
@@ -70,10 +71,6 @@ fn lost_by(
 }
 
 const NUMBERS: &str = "host numbers";
-
-fn is_half(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16)
-}
 
 /// Returns true if a number keeps its value in this type. Types other than f16 and bf16 count as exact.
 fn survives(value: ScalarIr, dtype: DType) -> bool {

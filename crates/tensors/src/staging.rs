@@ -7,9 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{Account, Source};
+use burn_ir::{BackendIr, HandleKind};
 
-use crate::device::is_host;
-use crate::transport;
+use crate::host::{is_host, is_host_backend};
+use crate::lend::{self, first_of, read};
+use crate::take;
 
 /// Copies between the host and devices with their own memory, made in forward and backward for gathers, reductions and
 /// offloaded values. The CPU backend makes none, because its memory is the host's. Copies for sharding itself,
@@ -54,9 +56,9 @@ impl Sum for Staged {
     }
 }
 
-/// The copies of one unit.
+/// Moves tensors between a device and the host, and counts the copies.
 #[derive(Debug, Default)]
-pub(crate) struct Staging {
+pub struct Staging {
     to_host: Counter,
     to_device: Counter,
 }
@@ -82,40 +84,41 @@ impl Counter {
 }
 
 impl Staging {
-    pub(crate) fn staged(&self) -> Staged {
+    /// Returns the copies so far.
+    pub fn staged(&self) -> Staged {
         Staged {
             to_host: self.to_host.get(),
             to_device: self.to_device.get(),
         }
     }
 
-    /// Returns a flat tensor's elements, as [`transport::source`] does.
-    pub(crate) fn source(&self, tensor: Tensor<1>, account: Option<Account>) -> Source {
+    /// Returns a flat tensor's elements, as [`source`](crate::source) does.
+    pub fn source(&self, tensor: Tensor<1>, account: Option<Account>) -> Source {
         let is_copied = !is_host(&tensor.device());
-        let source = transport::source(tensor, account);
+        let source = lend::source(tensor, account);
         if is_copied {
             self.to_host.add(source.len());
         }
         source
     }
 
-    /// Returns a flat tensor over a buffer, as [`transport::tensor`] does.
-    pub(crate) fn tensor<B>(&self, buffer: B, dtype: DType, device: &Device) -> Tensor<1>
+    /// Returns a flat tensor over a buffer, as [`tensor`](crate::tensor) does.
+    pub fn tensor<B>(&self, buffer: B, dtype: DType, device: &Device) -> Tensor<1>
     where
         B: AsRef<[u8]> + Send + Sync + 'static,
     {
         self.arrives(buffer.as_ref().len(), device);
-        transport::tensor(buffer, dtype, device)
+        take::tensor(buffer, dtype, device)
     }
 
-    /// Returns a flat tensor with its own memory, as [`transport::owned`] does.
-    pub(crate) fn owned(&self, bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
+    /// Returns a flat tensor with its own memory, as [`owned`](crate::owned) does.
+    pub fn owned(&self, bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
         self.arrives(bytes.len(), device);
-        transport::owned(bytes, dtype, device)
+        take::owned(bytes, dtype, device)
     }
 
     /// Returns the tensor on `device`, copied if necessary.
-    pub(crate) fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
+    pub fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
         if is_host(&tensor.device()) {
             self.arrives(
                 tensor.shape().num_elements() * tensor.dtype().size(),
@@ -127,15 +130,37 @@ impl Staging {
 
     /// Makes a device execute its deferred work, to free dropped full weights before others arrive. A device error
     /// surfaces where its results are read.
-    pub(crate) fn make_room(&self, device: &Device) {
+    pub fn make_room(&self, device: &Device) {
         if !is_host(device) {
             let _ = device.clone().without_autodiff().flush();
         }
     }
 
-    fn arrives(&self, bytes: usize, device: &Device) {
+    /// Returns the first `num_bytes` bytes of a tensor that is not in host memory, in the order of its dims.
+    ///
+    /// # Errors
+    ///
+    /// A description of the failure, if the backend cannot be read.
+    pub fn read_back<B: BackendIr>(
+        &self,
+        tensor: HandleKind<B>,
+        num_bytes: usize,
+    ) -> Result<Source, String> {
+        let source = first_of(read::<B>(tensor)?, num_bytes, None);
+        self.to_host.add(num_bytes);
+        Ok(source)
+    }
+
+    /// Counts a copy to a device of `B`, unless `B` is the CPU backend, which uses received bytes in place.
+    pub fn arrives_on<B: BackendIr>(&self, num_bytes: usize) {
+        if !is_host_backend::<B>() {
+            self.to_device.add(num_bytes);
+        }
+    }
+
+    fn arrives(&self, num_bytes: usize, device: &Device) {
         if !is_host(device) {
-            self.to_device.add(bytes);
+            self.to_device.add(num_bytes);
         }
     }
 }

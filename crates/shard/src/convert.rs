@@ -1,0 +1,33 @@
+//! Tensors with the properties of others: element type, device, training state.
+
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+
+/// Returns `tensor` in `dtype`; the same tensor if it already has that type.
+pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match tensor.dtype() == dtype {
+        true => tensor,
+        false => tensor.cast(dtype),
+    }
+}
+
+/// Returns a leaf with the elements of `data`, and the element type, device and training state of `old`.
+pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, data: TensorData) -> Tensor<D> {
+    let new = Tensor::from_data(data, (&old.device(), old.dtype()));
+    new.set_require_grad(old.is_require_grad())
+}
+
+/// Returns a tensor with the elements of `data`, and the element type and device of `old`.
+pub(crate) fn int_in_place_of<const D: usize>(
+    old: &Tensor<D, Int>,
+    data: TensorData,
+) -> Tensor<D, Int> {
+    Tensor::from_data(data, (&old.device(), old.dtype()))
+}
+
+/// Returns a tensor with the elements of `data` on the device of `old`.
+pub(crate) fn bool_in_place_of<const D: usize>(
+    old: &Tensor<D, Bool>,
+    data: TensorData,
+) -> Tensor<D, Bool> {
+    Tensor::from_data(data, &old.device())
+}

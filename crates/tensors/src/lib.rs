@@ -1,0 +1,27 @@
+//! The bridge between Burn's tensors and the bytes that collectives move and files hold. Both engines use it.
+//!
+//! Tensors become a [`Source`](burn_fsdp_collectives::Source), which the ranks read; a received buffer becomes a tensor.
+//! The CPU backend's memory is used in place in both directions. Other devices have their own memory, so their elements
+//! are copied, and [`Staging`] counts the copies.
+//!
+//! | file | does |
+//! |---|---|
+//! | `element` | the only mapping of element types between Burn, collectives and files |
+//! | `lend` | tensors to bytes |
+//! | `take` | bytes to tensors |
+//! | `host` | tells which tensors are in the host's memory |
+//! | `staging` | copies to and from other memory, counted |
+
+#![forbid(unsafe_code)]
+
+mod element;
+mod host;
+mod lend;
+mod staging;
+mod take;
+
+pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
+pub use host::{is_host, is_host_backend, on_host};
+pub use lend::{data_source, first_bytes, read, source};
+pub use staging::{Staged, Staging, Transfers};
+pub use take::{data, owned, tensor};
