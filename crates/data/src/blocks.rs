@@ -8,7 +8,7 @@ use crate::order::Draws;
 use crate::place::Place;
 use crate::plain::{self, TEXT_BYTES};
 use crate::rows::{self, Rows};
-use crate::{DataConfig, DataError, Shuffle};
+use crate::{DataConfig, DataError};
 
 /// All files, divided into blocks: documents of plain text, ranges of JSONL, row groups of Parquet.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ pub(crate) struct Located {
 impl Blocks {
     pub(crate) fn find(config: &DataConfig) -> Result<Self, DataError> {
         let files = files::find(config)?;
-        let block_bytes = config.shuffle.unwrap_or_else(Shuffle::default).block_bytes;
+        let block_bytes = config.shuffle.unwrap_or_default().block_bytes;
         let (mut ends, mut end) = (Vec::new(), 0);
         for file in &files {
             end += match file.format {

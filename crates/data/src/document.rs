@@ -1,6 +1,5 @@
 //! Documents, and their extraction from JSON.
 
-use std::fmt::{self, Write};
 use std::hash::Hasher;
 
 use serde_json::Value;
@@ -141,7 +140,7 @@ pub(crate) fn kind(value: &Value) -> &'static str {
 /// Writes JSON with sorted keys. `serde_json` sorts them unless another crate enables its feature `preserve_order`,
 /// which must not change the hash.
 fn write_canonical(value: &Value, text: &mut String) {
-    let result: fmt::Result = match value {
+    match value {
         Value::Array(items) => {
             text.push('[');
             for (index, item) in items.iter().enumerate() {
@@ -151,7 +150,6 @@ fn write_canonical(value: &Value, text: &mut String) {
                 write_canonical(item, text);
             }
             text.push(']');
-            Ok(())
         }
         Value::Object(object) => {
             let mut entries: Vec<_> = object.iter().collect();
@@ -161,15 +159,12 @@ fn write_canonical(value: &Value, text: &mut String) {
                 if index > 0 {
                     text.push(',');
                 }
-                write_canonical(&Value::String(key.clone()), text);
+                text.push_str(&Value::from(key.as_str()).to_string());
                 text.push(':');
                 write_canonical(item, text);
             }
             text.push('}');
-            Ok(())
         }
-        scalar => write!(text, "{scalar}"),
-    };
-    // Writing to a string cannot fail.
-    debug_assert!(result.is_ok());
+        scalar => text.push_str(&scalar.to_string()),
+    }
 }

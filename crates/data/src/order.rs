@@ -46,7 +46,7 @@ impl Draws {
         let key = self.draw([1, start[0], start[1]]);
         for index in (1..window.len()).rev() {
             let drawn = u128::from(self.draw([2, key, index as u64]));
-            window.swap(index, (drawn * (index as u128 + 1) >> 64) as usize);
+            window.swap(index, ((drawn * (index as u128 + 1)) >> 64) as usize);
         }
     }
 }

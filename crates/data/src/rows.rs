@@ -101,7 +101,7 @@ impl Rows {
     fn row(&mut self, source: &SourceFile) -> Result<Option<Row>, DataError> {
         let row = caught(|| self.iter.next().transpose());
         let row = row.map_err(|problem| {
-            if problem.contains("UTF-8") || problem.contains("utf-8") {
+            if problem.contains("Utf8Error") {
                 return At {
                     path: &source.path,
                     place: Place::Row(self.row),
