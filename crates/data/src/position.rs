@@ -9,6 +9,9 @@ use crate::{DataConfig, DataError, Tokenizer};
 
 const VERSION: u32 = 1;
 
+/// More epochs or sequences than any run has.
+const MOST: u64 = 1 << 53;
+
 /// Number of files that are recorded one by one.
 const LISTED_FILES: usize = 64;
 
@@ -199,6 +202,11 @@ impl Position {
     ) -> Result<(), DataError> {
         if self.version != VERSION {
             let problem = format!("expected version {VERSION}, but found {}", self.version);
+            return Err(DataError::Position { problem });
+        }
+        let counts = [self.cursor.epoch, self.sequences, self.cursor.pairs];
+        if counts.iter().any(|count| *count > MOST) || self.cursor.sequences > self.sequences {
+            let problem = format!("its counts {counts:?} cannot be right");
             return Err(DataError::Position { problem });
         }
         for (name, given) in &start.settings {

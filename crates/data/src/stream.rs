@@ -166,17 +166,14 @@ impl Stream {
                 continue;
             };
             if let Some(located) = located.take() {
-                let encoded = self
-                    .contents
-                    .encoder
-                    .encode(&located, &self.contents.blocks)?;
+                let (contents, pairs) = (&self.contents, self.cursor.pairs);
+                let encoded = contents.encoder.encode(&located, &contents.blocks)?;
+                let found = encoded.num_pairs();
+                if pairs > 0 && (pairs >= found as u64 || !encoded.is_useful()) {
+                    let problem = format!("the document has {found} pairs of tokens, not {pairs}");
+                    return Err(DataError::Position { problem });
+                }
                 if encoded.is_useful() {
-                    if self.cursor.pairs >= encoded.num_pairs() as u64 {
-                        let (pairs, found) = (self.cursor.pairs, encoded.num_pairs());
-                        let problem =
-                            format!("the document has {found} pairs of tokens, not {pairs}");
-                        return Err(DataError::Position { problem });
-                    }
                     return Ok(Some(encoded));
                 }
             }

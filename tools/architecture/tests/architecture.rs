@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -57,6 +57,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
             "burn-fsdp-plan",
         ],
     ),
+    ("burn-fsdp-data", &[]),
     ("burn-fsdp-kernels", &[]),
     ("burn-fsdp-models", &["burn-fsdp-kernels"]),
     ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
@@ -67,13 +68,14 @@ const ALLOWED: [(&str, &[&str]); 17] = [
 ];
 
 /// Crates that must not depend on Burn.
-const WITHOUT_BURN: [&str; 6] = [
+const WITHOUT_BURN: [&str; 7] = [
     "burn-fsdp-mesh",
     "burn-fsdp-rendezvous",
     "burn-fsdp-transport",
     "burn-fsdp-engine-tests",
     "burn-fsdp-collectives",
     "burn-fsdp-checkpoint",
+    "burn-fsdp-data",
 ];
 
 #[test]
