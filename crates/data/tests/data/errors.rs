@@ -11,6 +11,9 @@ use burn_fsdp_data::{
 use crate::files::{self, Parts};
 use crate::tokenizers::Bytes;
 
+/// Part of a message, and a change that causes it.
+type Change = (&'static str, fn(&mut DataConfig));
+
 const GOOD: &str = "{\"text\": \"good\"}\n";
 
 fn tokenizer(template: Option<&str>) -> Bytes {
@@ -316,7 +319,7 @@ fn impossible_settings_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("a.jsonl");
     files::write(&path, GOOD);
-    let changes: [(&str, fn(&mut DataConfig)); 4] = [
+    let changes: [Change; 4] = [
         ("the sequence length is 0", |config| config.seq = 0),
         ("the held-out fraction is 1", |config| config.held_out = 1.0),
         ("the held-out fraction is NaN", |config| {
@@ -381,7 +384,7 @@ fn positions_of_other_data_are_rejected_by_name() {
         data.resume(&position).map(drop)
     };
     resume(config.clone()).expect("nothing has changed");
-    let changes: [(&str, fn(&mut DataConfig)); 7] = [
+    let changes: [Change; 7] = [
         ("the seed 0, but now it is 1", |config| config.seed = 1),
         ("the sequence length 4, but now it is 5", |config| {
             config.seq = 5
