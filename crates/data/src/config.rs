@@ -127,6 +127,9 @@ impl Fields {
 pub enum Packing {
     /// Documents follow each other without gaps. One that does not fit continues in the next sequence.
     Continuous,
+    /// Like `Continuous`, but the pairs that do not fill the last sequence of an epoch are left out, so there is no
+    /// padding. If everything is learned, `learned` is then always true.
+    FullSequences,
     /// A document that does not fit in the rest of a sequence starts the next one. Only documents longer than a
     /// sequence are divided.
     WholeDocuments,

@@ -59,11 +59,11 @@ impl Contents {
             0 => "all files are empty; add documents".to_owned(),
             _ if self.config.held_out > 0.0 => {
                 format!(
-                    "all are empty or held out (fraction {}); add documents or reduce the fraction",
+                    "all are empty, too short or held out (fraction {}); add documents or reduce the fraction",
                     self.config.held_out
                 )
             }
-            _ => "all are empty or have only prompts; add documents".to_owned(),
+            _ => "all are empty, too short or have only prompts; add documents".to_owned(),
         };
         DataError::Empty {
             path: self.config.path.clone(),

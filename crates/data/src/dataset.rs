@@ -1,3 +1,4 @@
+use std::fmt;
 use std::sync::Arc;
 
 use crate::blocks::{Blocks, Walk};
@@ -10,6 +11,14 @@ use crate::{DataConfig, DataError, Position, Stream, Tokenizer};
 /// Files of documents, divided into a training and a held-out part.
 #[derive(Debug, Clone)]
 pub struct Dataset(Arc<Contents>);
+
+/// Prints, for example, `2 files of 7000 bytes with checksum 00112233aabbccdd`. The checksum covers the names of the
+/// files, but not the path of their folder.
+impl fmt::Display for Dataset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.print.described())
+    }
+}
 
 /// The size of one part of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -82,7 +82,7 @@ impl FilesPrint {
         }
     }
 
-    fn described(&self) -> String {
+    pub(crate) fn described(&self) -> String {
         format!(
             "{} files of {} bytes with checksum {}",
             self.count, self.bytes, self.checksum

@@ -111,7 +111,7 @@ impl Stream {
             let room = seq - sequence.len();
             let is_begun = sequence.len() > 0;
             let starts_next = match packing {
-                Packing::Continuous => false,
+                Packing::Continuous | Packing::FullSequences => false,
                 Packing::WholeDocuments => end - start > room,
                 Packing::OneDocument => true,
             };
@@ -128,6 +128,9 @@ impl Stream {
                 self.cursor.pairs = (start + taken) as u64;
                 self.current = Some(document);
             }
+        }
+        if packing == Packing::FullSequences && sequence.len() < seq {
+            return Ok(Sequence::default());
         }
         if sequence.len() > 0 {
             sequence.pad(seq, self.contents.encoder.tokenizer.padding());

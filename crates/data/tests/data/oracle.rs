@@ -177,7 +177,7 @@ impl Oracle {
                     .filter(|_| is_open)
                     .map_or(0, |row| self.seq - row.inputs.len());
                 let is_next = match self.packing {
-                    Packing::Continuous => false,
+                    Packing::Continuous | Packing::FullSequences => false,
                     Packing::WholeDocuments => pair == 0 && left > room,
                     _ => pair == 0,
                 };
@@ -201,6 +201,9 @@ impl Oracle {
                 row.segments.push(segment);
                 row.positions.push(position);
             }
+        }
+        if self.packing == Packing::FullSequences {
+            rows.retain(|row| row.inputs.len() == self.seq);
         }
         for row in &mut rows {
             for position in 0..self.seq - row.inputs.len() {

@@ -95,9 +95,10 @@ fn case(folder: &Path, random: &mut Random) -> (DataConfig, Oracle) {
     let mut config = DataConfig::new(folder, 1 + random.below(60));
     config.packing = [
         Packing::Continuous,
+        Packing::FullSequences,
         Packing::WholeDocuments,
         Packing::OneDocument,
-    ][random.below(3)];
+    ][random.below(4)];
     config.seed = random.below(1000) as u64;
     config.shuffle = shuffle;
     config.held_out = [0.0, 0.1, 0.5][random.below(3)];
