@@ -1,8 +1,8 @@
 //! Chat templates in Jinja, and the parts of a rendered chat that the assistant wrote.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, context};
@@ -24,6 +24,8 @@ pub(crate) struct ChatTemplate {
     is_marked: bool,
     /// The first of the two marks for the current document.
     mark: Arc<AtomicU32>,
+    /// Held while a marked chat is rendered, because all streams of a data set share the mark.
+    rendering: Mutex<()>,
 }
 
 /// A part of a rendered chat, and whether it is learned.
@@ -65,6 +67,7 @@ impl ChatTemplate {
             special,
             is_marked,
             mark,
+            rendering: Mutex::new(()),
         })
     }
 
@@ -83,6 +86,10 @@ impl ChatTemplate {
                 "the messages contain all Unicode noncharacters that could mark it".to_owned(),
             )
         })?;
+        let _guard = self
+            .rendering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         self.mark.store(free, Ordering::Relaxed);
         let text = self.text(&messages_json, false)?;
         split_at_marks(&text, marks(free)).map_err(ChatError::NoMask)
@@ -292,6 +299,25 @@ mod tests {
             ("<s><u>\u{fdd1}\u{fdd0}\n\n<a>".to_owned(), false)
         );
         assert_eq!(found.len(), 4);
+    }
+
+    #[test]
+    fn streams_on_several_threads_do_not_mix_their_marks() {
+        let template = ChatTemplate::new(MARKED, Default::default()).expect("it is a template");
+        let other = CHAT.replace("Hi", "\u{fdd0}");
+        std::thread::scope(|scope| {
+            for messages in [CHAT, &other] {
+                let template = &template;
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let parts = template.render(messages).expect("it renders");
+                        let learned = parts.into_iter().filter(|(_, is_learned)| *is_learned);
+                        let learned: Vec<String> = learned.map(|(text, _)| text).collect();
+                        assert_eq!(learned, ["a", "c"]);
+                    }
+                });
+            }
+        });
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use burn_fsdp_data::{
-    DataConfig, DataError, Dataset, Fields, Packing, Position, Sequence, Shuffle,
+    DataConfig, DataError, Dataset, Fields, Packing, Position, Sequence, Shuffle, Stream,
 };
 
 use crate::files::{self, Parts};
@@ -200,6 +200,14 @@ fn random_streams_equal_the_oracle_after_every_resume() {
         with_epochs > 100 && refused > 5 && long > 10,
         "{with_epochs} {refused} {long}"
     );
+}
+
+#[test]
+fn streams_can_move_to_other_threads() {
+    fn is_send<T: Send>() {}
+    fn is_shared<T: Send + Sync>() {}
+    is_send::<Stream>();
+    is_shared::<Dataset>();
 }
 
 #[test]
