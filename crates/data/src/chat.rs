@@ -309,7 +309,7 @@ mod tests {
             for messages in [CHAT, &other] {
                 let template = &template;
                 scope.spawn(move || {
-                    for _ in 0..2000 {
+                    for _ in 0..20_000 {
                         let parts = template.render(messages).expect("it renders");
                         let learned = parts.into_iter().filter(|(_, is_learned)| *is_learned);
                         let learned: Vec<String> = learned.map(|(text, _)| text).collect();
