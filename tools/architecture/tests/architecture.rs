@@ -60,7 +60,10 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("burn-fsdp-data", &[]),
     ("burn-fsdp-kernels", &[]),
     ("burn-fsdp-models", &["burn-fsdp-kernels"]),
-    ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
+    (
+        "burn-fsdp-cli",
+        &["burn-fsdp", "burn-fsdp-data", "burn-fsdp-models"],
+    ),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-spmd-tests", &[]),
