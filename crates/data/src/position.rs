@@ -83,10 +83,14 @@ impl FilesPrint {
     }
 
     pub(crate) fn described(&self) -> String {
-        format!(
-            "{} files of {} bytes with checksum {}",
-            self.count, self.bytes, self.checksum
-        )
+        let Self {
+            count,
+            bytes,
+            checksum,
+            listed: _,
+        } = self;
+        let files = if *count == 1 { "file" } else { "files" };
+        format!("{count} {files} of {bytes} bytes with checksum {checksum}")
     }
 
     /// Checks that the files are those of a position, and names the first one that is not.

@@ -42,6 +42,7 @@ fn held_out_documents_are_apart_whatever_the_seed() {
         config.seed = seed;
         config.held_out = 0.1;
         let data = Dataset::open(config, Arc::new(Bytes::default())).expect("it is data");
+        assert!(data.to_string().starts_with("3 files of "), "{data}");
         let survey = data.survey().expect("it can be read");
         let held_out = texts(&mut data.held_out(), 2000);
         let training = texts(&mut data.training(), 2 * (2000 - held_out.len()));
