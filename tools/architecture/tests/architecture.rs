@@ -64,9 +64,13 @@ const ALLOWED: [(&str, &[&str]); 18] = [
             "burn-fsdp-plan",
         ],
     ),
+    ("burn-fsdp-data", &[]),
     ("burn-fsdp-kernels", &[]),
     ("burn-fsdp-models", &["burn-fsdp-kernels"]),
-    ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
+    (
+        "burn-fsdp-cli",
+        &["burn-fsdp", "burn-fsdp-data", "burn-fsdp-models"],
+    ),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-shard-tests", &[]),
@@ -75,13 +79,14 @@ const ALLOWED: [(&str, &[&str]); 18] = [
 ];
 
 /// Crates that must not depend on Burn.
-const WITHOUT_BURN: [&str; 6] = [
+const WITHOUT_BURN: [&str; 7] = [
     "burn-fsdp-mesh",
     "burn-fsdp-rendezvous",
     "burn-fsdp-transport",
     "burn-fsdp-engine-tests",
     "burn-fsdp-collectives",
     "burn-fsdp-checkpoint",
+    "burn-fsdp-data",
 ];
 
 #[test]

@@ -1,0 +1,351 @@
+//! Chat templates in Jinja, and the parts of a rendered chat that the assistant wrote.
+
+use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use minijinja::value::Kwargs;
+use minijinja::{Environment, Error, ErrorKind, context};
+use serde::Serialize;
+use serde_json::Value;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+const NAME: &str = "chat";
+
+/// Unicode's noncharacters, of which a pair encloses the assistant's parts while a chat is rendered.
+const MARKS: std::ops::Range<u32> = 0xfdd0..0xfdf0;
+
+/// A chat template.
+#[derive(Debug)]
+pub(crate) struct ChatTemplate {
+    environment: Environment<'static>,
+    special: [String; 2],
+    /// True if the template marks what the assistant writes.
+    is_marked: bool,
+    /// The first of the two marks for the current document.
+    mark: Arc<AtomicU32>,
+    /// Held while a marked chat is rendered, because all streams of a data set share the mark.
+    rendering: Mutex<()>,
+}
+
+/// A part of a rendered chat, and whether it is learned.
+pub(crate) type Part = (String, bool);
+
+/// A reason why a chat was not rendered.
+#[derive(Debug)]
+pub(crate) enum ChatError {
+    Render(String),
+    NoMask(String),
+}
+
+impl ChatTemplate {
+    /// Parses a template. `special` are the names of the tokens at the start and the end of a text.
+    pub(crate) fn new(source: &str, special: [String; 2]) -> Result<Self, String> {
+        let (source, is_marked) = with_filters(source);
+        let mark = Arc::new(AtomicU32::new(MARKS.start));
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", to_json);
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> Result<String, Error> {
+                Err(Error::new(ErrorKind::InvalidOperation, message))
+            },
+        );
+        let current = Arc::clone(&mark);
+        environment.add_filter("assistant_tokens", move |text: String| {
+            let [open, close] = marks(current.load(Ordering::Relaxed));
+            format!("{open}{text}{close}")
+        });
+        let added = environment.add_template_owned(NAME, source);
+        added.map_err(|error| format!("cannot be parsed: {error:#}"))?;
+        Ok(Self {
+            environment,
+            special,
+            is_marked,
+            mark,
+            rendering: Mutex::new(()),
+        })
+    }
+
+    /// Renders messages, as canonical JSON.
+    pub(crate) fn render(&self, messages: &str) -> Result<Vec<Part>, ChatError> {
+        let parsed = serde_json::from_str(messages);
+        let messages_json: Vec<Value> =
+            parsed.map_err(|error| ChatError::Render(error.to_string()))?;
+        if !self.is_marked {
+            return self.by_prefixes(&messages_json);
+        }
+        let mut first = MARKS.step_by(2);
+        let free = first.find(|first| marks(*first).iter().all(|mark| !messages.contains(*mark)));
+        let free = free.ok_or_else(|| {
+            ChatError::NoMask(
+                "the messages contain all Unicode noncharacters that could mark it".to_owned(),
+            )
+        })?;
+        let _guard = self
+            .rendering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.mark.store(free, Ordering::Relaxed);
+        let text = self.text(&messages_json, false)?;
+        split_at_marks(&text, marks(free)).map_err(ChatError::NoMask)
+    }
+
+    fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, ChatError> {
+        let template = self.environment.get_template(NAME);
+        let [bos_token, eos_token] = &self.special;
+        let none = minijinja::Value::from(());
+        let context = context! {
+            messages, add_generation_prompt, bos_token, eos_token, tools => none, documents => none
+        };
+        let text = template.and_then(|template| template.render(context));
+        text.map_err(|error| ChatError::Render(error.to_string()))
+    }
+
+    /// Finds the assistant's parts of an unmarked template: what a message adds to the prompt that precedes it.
+    fn by_prefixes(&self, messages: &[Value]) -> Result<Vec<Part>, ChatError> {
+        let full = self.text(messages, false)?;
+        let (mut parts, mut end) = (Vec::new(), 0);
+        for (index, message) in messages.iter().enumerate() {
+            if message["role"] != "assistant" {
+                continue;
+            }
+            let prompt = self.text(&messages[..index], true)?;
+            let answered = self.text(&messages[..=index], false)?;
+            let is_prefix =
+                prompt.len() >= end && answered.starts_with(&prompt) && full.starts_with(&answered);
+            if !is_prefix {
+                return Err(ChatError::NoMask(format!(
+                    "the chat up to message {index} does not begin with the prompt before it, so the answer cannot be located"
+                )));
+            }
+            parts.push((full[end..prompt.len()].to_owned(), false));
+            parts.push((answered[prompt.len()..].to_owned(), true));
+            end = answered.len();
+        }
+        parts.push((full[end..].to_owned(), false));
+        parts.retain(|(text, _)| !text.is_empty());
+        Ok(parts)
+    }
+}
+
+/// Replaces `{% generation %}` blocks, which only transformers knows, by filters. A filter is a block with the same
+/// scope and white space. Returns true if there is one.
+fn with_filters(source: &str) -> (String, bool) {
+    let (mut text, mut rest, mut is_marked) = (String::new(), source, false);
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start + 2);
+        text.push_str(before);
+        let Some(len) = tag.find("%}") else {
+            rest = tag;
+            break;
+        };
+        let (inner, after) = tag.split_at(len);
+        let word = inner.trim_matches(['-', '+', ' ', '\t', '\n', '\r']);
+        let replaced = match word {
+            "generation" => inner.replace(word, "filter assistant_tokens"),
+            "endgeneration" => inner.replace(word, "endfilter"),
+            _ => inner.to_owned(),
+        };
+        is_marked |= word == "generation";
+        text.push_str(&replaced);
+        rest = after;
+    }
+    text.push_str(rest);
+    (text, is_marked)
+}
+
+fn marks(first: u32) -> [char; 2] {
+    [first, first + 1].map(|mark| char::from_u32(mark).unwrap_or(char::REPLACEMENT_CHARACTER))
+}
+
+fn split_at_marks(text: &str, [open, close]: [char; 2]) -> Result<Vec<Part>, String> {
+    let mut parts = Vec::new();
+    let (mut is_learned, mut start) = (false, 0);
+    for (index, mark) in text.match_indices([open, close]) {
+        if mark.starts_with(open) == is_learned {
+            return Err("its `generation` blocks are nested or incomplete".to_owned());
+        }
+        parts.push((text[start..index].to_owned(), is_learned));
+        is_learned = !is_learned;
+        start = index + mark.len();
+    }
+    parts.push((text[start..].to_owned(), false));
+    parts.retain(|(text, _)| !text.is_empty());
+    Ok(parts)
+}
+
+/// Writes JSON as Python does: with spaces after commas and colons, and without escapes for HTML.
+fn to_json(value: minijinja::Value, options: Kwargs) -> Result<minijinja::Value, Error> {
+    let failed =
+        |error: serde_json::Error| Error::new(ErrorKind::BadSerialization, error.to_string());
+    let indent: Option<usize> = options.get("indent")?;
+    let mut bytes = Vec::new();
+    match indent {
+        Some(indent) => {
+            let indent = " ".repeat(indent.min(16));
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value
+                .serialize(&mut Serializer::with_formatter(&mut bytes, formatter))
+                .map_err(failed)?;
+        }
+        None => value
+            .serialize(&mut Serializer::with_formatter(&mut bytes, Spaced))
+            .map_err(failed)?,
+    }
+    let text = String::from_utf8(bytes);
+    let text = text.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    Ok(minijinja::Value::from_safe_string(text))
+}
+
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        if first {
+            Ok(())
+        } else {
+            writer.write_all(b", ")
+        }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        self.begin_array_value(writer, first)
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHAT: &str = r#"[{"role":"user","content":"Hi\n"},{"role":"assistant","content":"a"},{"role":"user","content":"b"},{"role":"assistant","content":"c"}]"#;
+
+    const PLAIN: &str = "{% for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message['content'].strip() + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}";
+
+    const MARKED: &str = "{{ bos_token }}{% for message in messages %}
+{% if message.role == 'assistant' %}
+<a>{% generation %}{{ message.content }}{{ eos_token }}{%- endgeneration -%}
+{% else %}
+<u>{{ message.content }}
+{% endif %}
+{% endfor %}";
+
+    fn rendered(template: &str, messages: &str) -> Vec<Part> {
+        let special = ["<s>", "</s>"].map(str::to_owned);
+        let template = ChatTemplate::new(template, special).expect("it is a template");
+        template.render(messages).expect("it renders")
+    }
+
+    fn parts(expected: &[(&str, bool)]) -> Vec<Part> {
+        expected
+            .iter()
+            .map(|(text, is_learned)| ((*text).to_owned(), *is_learned))
+            .collect()
+    }
+
+    #[test]
+    fn unmarked_templates_are_divided_by_their_prompts() {
+        let expected = parts(&[
+            (
+                "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+                false,
+            ),
+            ("a<|im_end|>\n", true),
+            (
+                "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n",
+                false,
+            ),
+            ("c<|im_end|>\n", true),
+        ]);
+        assert_eq!(rendered(PLAIN, CHAT), expected);
+    }
+
+    #[test]
+    fn marked_templates_are_divided_by_their_blocks() {
+        let expected = parts(&[
+            ("<s><u>Hi\n\n<a>", false),
+            ("a</s>", true),
+            ("<u>b\n<a>", false),
+            ("c</s>", true),
+        ]);
+        assert_eq!(rendered(MARKED, CHAT), expected);
+    }
+
+    #[test]
+    fn noncharacters_in_messages_do_not_mark_anything() {
+        let messages = CHAT.replace("Hi", "\u{fdd1}\u{fdd0}");
+        let found = rendered(MARKED, &messages);
+        assert_eq!(
+            found[0],
+            ("<s><u>\u{fdd1}\u{fdd0}\n\n<a>".to_owned(), false)
+        );
+        assert_eq!(found.len(), 4);
+    }
+
+    #[test]
+    fn streams_on_several_threads_do_not_mix_their_marks() {
+        let template = ChatTemplate::new(MARKED, Default::default()).expect("it is a template");
+        let other = CHAT.replace("Hi", "\u{fdd0}");
+        std::thread::scope(|scope| {
+            for messages in [CHAT, &other] {
+                let template = &template;
+                scope.spawn(move || {
+                    for _ in 0..20_000 {
+                        let parts = template.render(messages).expect("it renders");
+                        let learned = parts.into_iter().filter(|(_, is_learned)| *is_learned);
+                        let learned: Vec<String> = learned.map(|(text, _)| text).collect();
+                        assert_eq!(learned, ["a", "c"]);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn json_has_pythons_spaces() {
+        let found = rendered(
+            "{{ messages[0]|tojson }}",
+            r#"[{"role":"user","content":["<é>",1]}]"#,
+        );
+        assert_eq!(
+            found,
+            parts(&[(r#"{"content": ["<é>", 1], "role": "user"}"#, false)])
+        );
+    }
+
+    #[test]
+    fn templates_that_rewrite_earlier_answers_are_rejected() {
+        let last_only = "{{ messages|length }}{{ messages[-1].content }}";
+        let template = ChatTemplate::new(last_only, Default::default()).expect("it is a template");
+        assert!(matches!(template.render(CHAT), Err(ChatError::NoMask(_))));
+    }
+
+    #[test]
+    fn exceptions_of_a_template_are_errors() {
+        let template = "{{ raise_exception('only two roles') }}";
+        let template = ChatTemplate::new(template, Default::default()).expect("it is a template");
+        let Err(ChatError::Render(problem)) = template.render(CHAT) else {
+            panic!("it must fail");
+        };
+        assert!(problem.contains("only two roles"), "{problem}");
+    }
+}

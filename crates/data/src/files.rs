@@ -1,0 +1,225 @@
+//! The files of a data set: their order, formats and checksums.
+
+use std::fs::{self, File};
+use std::hash::Hasher;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Component, Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use crate::config::Format;
+use crate::{DataConfig, DataError, Fields};
+
+const EXTENSIONS: [(&str, Format); 6] = [
+    ("txt", Format::Text),
+    ("text", Format::Text),
+    ("md", Format::Text),
+    ("jsonl", Format::Jsonl),
+    ("ndjson", Format::Jsonl),
+    ("parquet", Format::Parquet),
+];
+
+/// Number and size of the samples of a file that enter its checksum.
+const SAMPLES: u64 = 16;
+const SAMPLE_BYTES: u64 = 4 << 10;
+
+/// A file of the data.
+#[derive(Debug, Clone)]
+pub(crate) struct SourceFile {
+    pub(crate) path: PathBuf,
+    pub(crate) format: Format,
+    pub(crate) print: FilePrint,
+}
+
+/// What a position records of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FilePrint {
+    /// The path from the folder of the data, with `/` between names.
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    /// Checksum of the size and of samples, in hexadecimal.
+    pub(crate) checksum: String,
+}
+
+impl FilePrint {
+    pub(crate) fn described(&self) -> String {
+        format!("{} bytes with checksum {}", self.bytes, self.checksum)
+    }
+}
+
+impl SourceFile {
+    fn new(path: PathBuf, base: &Path, config: &DataConfig) -> Result<Self, DataError> {
+        let format = match config.format {
+            Some(format) => format,
+            None => format_of(&path)?,
+        };
+        if format == Format::Text && !matches!(config.fields, Fields::Text(_)) {
+            let fields = format!("{:?}", config.fields.names());
+            return Err(DataError::NoFields { path, fields });
+        }
+        let names = path.strip_prefix(base).unwrap_or(&path).components();
+        let names: Vec<_> = names
+            .map(|name| name.as_os_str().to_string_lossy().into_owned())
+            .collect();
+        let (bytes, checksum) = checksum(&path).map_err(|source| file_error(&path, source))?;
+        let print = FilePrint {
+            name: names.join("/"),
+            bytes,
+            checksum,
+        };
+        Ok(Self {
+            path,
+            format,
+            print,
+        })
+    }
+
+    /// Opens the file, which must have the recorded size.
+    pub(crate) fn open(&self) -> Result<File, DataError> {
+        let opened = File::open(&self.path).and_then(|file| Ok((file.metadata()?.len(), file)));
+        let (bytes, file) = opened.map_err(|source| file_error(&self.path, source))?;
+        if bytes != self.print.bytes {
+            return Err(DataError::Changed {
+                path: self.path.clone(),
+                expected: format!("{} bytes", self.print.bytes),
+                found: format!("{bytes} bytes"),
+            });
+        }
+        Ok(file)
+    }
+}
+
+/// Finds the files of a configuration, in the order of their names.
+pub(crate) fn find(config: &DataConfig) -> Result<Vec<SourceFile>, DataError> {
+    let path = &config.path;
+    let no_files = |problem: String| DataError::NoFiles {
+        path: path.clone(),
+        problem,
+    };
+    let (base, paths) = match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => {
+            let mut paths = Vec::new();
+            walk(path, &mut paths)?;
+            (path.clone(), paths)
+        }
+        Ok(metadata) if metadata.is_file() => (
+            path.parent().map(Path::to_owned).unwrap_or_default(),
+            vec![path.clone()],
+        ),
+        Ok(_) => {
+            return Err(no_files(
+                "is neither a regular file nor a folder".to_owned(),
+            ));
+        }
+        Err(source) => match path.to_str().filter(|text| text.contains(['*', '?', '['])) {
+            Some(pattern) => (base_of(path), matches(pattern).map_err(no_files)?),
+            None => return Err(file_error(path, source)),
+        },
+    };
+    let files = paths
+        .into_iter()
+        .map(|path| SourceFile::new(path, &base, config));
+    let mut files = files.collect::<Result<Vec<_>, _>>()?;
+    files.sort_by(|one, other| one.print.name.cmp(&other.print.name));
+    if files.is_empty() {
+        return Err(no_files("contains no files".to_owned()));
+    }
+    Ok(files)
+}
+
+/// Collects the regular files below a folder. Hidden ones are skipped, and linked folders are not entered.
+fn walk(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<(), DataError> {
+    let entries = fs::read_dir(folder).map_err(|source| file_error(folder, source))?;
+    for entry in entries {
+        let entry = entry.map_err(|source| file_error(folder, source))?;
+        let path = entry.path();
+        if entry.file_name().to_string_lossy().starts_with('.') {
+            continue;
+        }
+        let kind = entry
+            .file_type()
+            .map_err(|source| file_error(&path, source))?;
+        if kind.is_dir() {
+            walk(&path, paths)?;
+        } else if path
+            .metadata()
+            .map_err(|source| file_error(&path, source))?
+            .is_file()
+        {
+            paths.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn matches(pattern: &str) -> Result<Vec<PathBuf>, String> {
+    let options = glob::MatchOptions {
+        require_literal_leading_dot: true,
+        ..Default::default()
+    };
+    let found =
+        glob::glob_with(pattern, options).map_err(|error| format!("is not a glob: {error}"))?;
+    let paths = found
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| format!("cannot be searched: {error}"))?;
+    let files: Vec<_> = paths.into_iter().filter(|path| path.is_file()).collect();
+    if files.is_empty() {
+        return Err("matches no files".to_owned());
+    }
+    Ok(files)
+}
+
+/// Returns the part of a glob before its first pattern.
+fn base_of(glob: &Path) -> PathBuf {
+    let is_literal =
+        |part: &Component<'_>| !part.as_os_str().to_string_lossy().contains(['*', '?', '[']);
+    glob.components().take_while(is_literal).collect()
+}
+
+fn format_of(path: &Path) -> Result<Format, DataError> {
+    let found = path
+        .extension()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .to_lowercase();
+    let known = EXTENSIONS.iter().find(|(extension, _)| *extension == found);
+    known
+        .map(|(_, format)| *format)
+        .ok_or_else(|| DataError::Extension {
+            path: path.to_owned(),
+            expected: EXTENSIONS.map(|(extension, _)| extension).join(", "),
+            found,
+        })
+}
+
+/// Returns the size of a file, and a checksum of its size and of samples at equal distances, which include the first
+/// and the last bytes.
+fn checksum(path: &Path) -> std::io::Result<(u64, String)> {
+    let mut file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let mut hasher = XxHash3_64::new();
+    hasher.write(&bytes.to_le_bytes());
+    let mut sample = Vec::new();
+    if bytes <= SAMPLES * SAMPLE_BYTES {
+        file.take(SAMPLES * SAMPLE_BYTES).read_to_end(&mut sample)?;
+        hasher.write(&sample);
+    } else {
+        let last = u128::from(bytes - SAMPLE_BYTES);
+        for index in 0..SAMPLES {
+            let start = last * u128::from(index) / u128::from(SAMPLES - 1);
+            file.seek(SeekFrom::Start(start as u64))?;
+            sample.clear();
+            (&mut file).take(SAMPLE_BYTES).read_to_end(&mut sample)?;
+            hasher.write(&sample);
+        }
+    }
+    Ok((bytes, format!("{:016x}", hasher.finish())))
+}
+
+pub(crate) fn file_error(path: &Path, source: std::io::Error) -> DataError {
+    DataError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
