@@ -16,6 +16,7 @@ use serde::Serialize;
 use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
+use crate::runs::ReportArgs;
 pub(crate) use check::CheckArg;
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
@@ -46,6 +47,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
+    /// Draw the metrics of one or more runs on an HTML page
+    Report(ReportArgs),
     /// Name the first operation in which two runs differ
     Diff(DiffArgs),
     /// Print shell completions; put `source <(burn-fsdp completions bash)` into ~/.bashrc
@@ -62,8 +65,8 @@ Exit code:
      saved steps are complete
   2  an error in the command line, an input file or the environment; nothing was trained or written
   3  two runs differ, a rank failed, a loss was not finite, or a result could not be saved, written
-     or printed; the message names the cause, and saved steps are complete. Lost --metrics lines only
-     cause a warning
+     or printed; the message names the cause, and saved steps are complete. Lost --metrics lines or
+     --tensorboard events only cause a warning
   128 + N  signal N ended the process, e.g. 143 for SIGTERM in training that saves nothing, or in
      another command";
 
@@ -370,9 +373,14 @@ pub(crate) enum ResumeFrom {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputArgs {
-    /// Write one JSON line per step to this file
+    /// Write one JSON line per step to this file, for `burn-fsdp report`
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
+    /// Write an event file for TensorBoard into this folder
+    ///
+    /// A resumed run adds another file. TensorBoard then shows the newest values of each step.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) tensorboard: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,
