@@ -25,9 +25,12 @@ const MARGIN: f64 = 0.05;
 impl Scale {
     /// Returns an axis of steps.
     pub(crate) fn of_steps(first: u64, last: u64) -> Self {
+        let low = first as f64;
+        // The largest steps are not followed by a different number.
+        let next = (low + 1.0).max(low.next_up());
         Self {
-            low: first as f64,
-            high: last.max(first.saturating_add(1)) as f64,
+            low,
+            high: next.max(last as f64),
             is_log: false,
         }
     }
@@ -177,6 +180,10 @@ mod tests {
         assert_eq!(labels(small, 4), ["0", "1e-5", "2e-5"]);
         let steps = Scale::of_steps(0, 3);
         assert_eq!(steps.whole_ticks(8), [0, 1, 2, 3]);
+        for step in [0, 1 << 53, u64::MAX] {
+            let position = Scale::of_steps(step, step).position(step as f64);
+            assert_eq!(position, 0.0, "{step}");
+        }
     }
 
     #[test]

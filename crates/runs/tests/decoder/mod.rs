@@ -4,26 +4,26 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The values of each tag by step, as TensorBoard shows them.
-pub type Scalars = BTreeMap<String, BTreeMap<u64, f32>>;
+pub(crate) type Scalars = BTreeMap<String, BTreeMap<u64, f32>>;
 
 /// An event: its time, its step and its contents.
 #[derive(Debug, PartialEq)]
-pub struct Event {
-    pub wall_time: f64,
-    pub step: u64,
-    pub what: What,
+pub(crate) struct Event {
+    pub(crate) wall_time: f64,
+    pub(crate) step: u64,
+    pub(crate) what: What,
 }
 
 /// The contents of an event.
 #[derive(Debug, PartialEq)]
-pub enum What {
+pub(crate) enum What {
     Version(String),
     Start,
     Scalars(Vec<(String, f32)>),
 }
 
 /// Returns the event files of a folder in the order in which TensorBoard reads them.
-pub fn files(folder: &Path) -> Vec<PathBuf> {
+pub(crate) fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("the folder is there");
     let mut files: Vec<PathBuf> = entries
         .map(|entry| entry.expect("it is listed").path())
@@ -33,7 +33,7 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Returns the scalars of a folder. A start removes the values of its step and of later steps, as in TensorBoard.
-pub fn scalars(folder: &Path) -> Scalars {
+pub(crate) fn scalars(folder: &Path) -> Scalars {
     let mut all = Scalars::new();
     for file in files(folder) {
         for event in events(&std::fs::read(file).expect("it is read")) {
@@ -56,7 +56,7 @@ pub fn scalars(folder: &Path) -> Scalars {
 }
 
 /// Returns the events of a file.
-pub fn events(mut bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn events(mut bytes: &[u8]) -> Vec<Event> {
     let mut events = Vec::new();
     while !bytes.is_empty() {
         let length = take::<8>(&mut bytes);
