@@ -140,7 +140,7 @@ fn round_step(step: f64) -> f64 {
 }
 
 fn tick_label(value: f64, step: f64, largest: f64) -> String {
-    if largest >= 1e7 || largest < 1e-3 {
+    if !(1e-3..1e7).contains(&largest) {
         let value = if value.abs() < step / 2.0 { 0.0 } else { value };
         let digits = (largest.log10().floor() - step.log10().floor()).max(0.0);
         if value == 0.0 {

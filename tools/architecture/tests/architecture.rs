@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -59,7 +59,11 @@ const ALLOWED: [(&str, &[&str]); 17] = [
     ),
     ("burn-fsdp-kernels", &[]),
     ("burn-fsdp-models", &["burn-fsdp-kernels"]),
-    ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
+    ("burn-fsdp-runs", &[]),
+    (
+        "burn-fsdp-cli",
+        &["burn-fsdp", "burn-fsdp-models", "burn-fsdp-runs"],
+    ),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-spmd-tests", &[]),
@@ -67,13 +71,14 @@ const ALLOWED: [(&str, &[&str]); 17] = [
 ];
 
 /// Crates that must not depend on Burn.
-const WITHOUT_BURN: [&str; 6] = [
+const WITHOUT_BURN: [&str; 7] = [
     "burn-fsdp-mesh",
     "burn-fsdp-rendezvous",
     "burn-fsdp-transport",
     "burn-fsdp-engine-tests",
     "burn-fsdp-collectives",
     "burn-fsdp-checkpoint",
+    "burn-fsdp-runs",
 ];
 
 #[test]
