@@ -129,10 +129,11 @@ fn check_events(folder: &Path, args: &TrainArgs) -> Result<(), InputError> {
     check_folder(FLAG, folder)?;
     let own = identity(folder);
     let checkpoints = args.checkpoint.checkpoint_dir.as_ref();
-    let problem = match checkpoints.is_some_and(|steps| lies_among_steps(&own, steps)) {
-        true => Some("is among the saved steps; name a folder next to them".to_owned()),
+    let problem = if checkpoints.is_some_and(|steps| lies_among_steps(&own, steps)) {
+        Some("is among the saved steps; name a folder next to them".to_owned())
+    } else {
         // The folder may be the step itself.
-        false => overwrites(&own.join("events"), None),
+        overwrites(&own.join("events"), None)
     };
     let refused = |problem| InputError::Output {
         flag: FLAG,
