@@ -5,6 +5,7 @@ mod headings;
 mod model;
 mod optimizer;
 mod plan;
+mod report;
 mod steps;
 
 use std::path::PathBuf;
@@ -16,11 +17,11 @@ use serde::Serialize;
 use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
-use crate::runs::ReportArgs;
 pub(crate) use check::CheckArg;
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
+pub(crate) use report::ReportArgs;
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
 /// Fully sharded training: each rank holds a shard of the parameters, gradients and optimizer state.

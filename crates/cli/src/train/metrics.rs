@@ -7,12 +7,31 @@ use std::path::{Path, PathBuf};
 use burn_fsdp_runs::{EventFile, StepLine};
 use serde::Deserialize;
 
+use crate::args::OutputArgs;
 use crate::error::InputError;
 
 /// Maximum size of a line in bytes. A longer line is not from this program, and is not read into memory.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// The files that receive the metrics, if there are any.
+/// The files that a run is to write its metrics to.
+#[derive(Debug)]
+pub(crate) struct MetricFiles {
+    /// The file of `--metrics`.
+    lines: Option<PathBuf>,
+    /// The folder of `--tensorboard`.
+    events: Option<PathBuf>,
+}
+
+impl MetricFiles {
+    pub(crate) fn of(args: &OutputArgs) -> Self {
+        Self {
+            lines: args.metrics.clone(),
+            events: args.tensorboard.clone(),
+        }
+    }
+}
+
+/// The open files that receive the metrics, if there are any.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     lines: Option<Lines>,
@@ -39,22 +58,18 @@ struct Events {
 }
 
 impl Metrics {
-    /// Opens the files of `--metrics` and `--tensorboard` for a run that starts or resumes at `first_step`.
-    pub(crate) fn open(
-        lines: Option<&Path>,
-        events: Option<&Path>,
-        first_step: usize,
-    ) -> Result<Self, InputError> {
+    /// Opens the files for a run that starts or resumes at `first_step`.
+    pub(crate) fn open(files: &MetricFiles, first_step: usize) -> Result<Self, InputError> {
         let failed = |flag, path: &Path, error: io::Error| InputError::Output {
             flag,
             path: path.to_owned(),
             problem: error.to_string(),
         };
-        let lines = lines.map(|path| {
+        let lines = files.lines.as_ref().map(|path| {
             let opened = Lines::open(path, first_step);
             opened.map_err(|error| failed("--metrics", path, error))
         });
-        let events = events.map(|folder| {
+        let events = files.events.as_ref().map(|folder| {
             let created = EventFile::create(folder, first_step as u64);
             created.map_err(|error| failed("--tensorboard", folder, error))
         });
@@ -221,7 +236,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics");
         std::fs::write(&path, text).expect("writes");
-        let mut metrics = Metrics::open(Some(&path), None, first_step).expect("opens");
+        let files = MetricFiles {
+            lines: Some(path.clone()),
+            events: None,
+        };
+        let mut metrics = Metrics::open(&files, first_step).expect("opens");
         let line = StepLine {
             step: first_step as u64,
             loss: 1.0,

@@ -167,8 +167,7 @@ fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result
 fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
     model::save_initial(config)?;
     let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
-    let (lines, events) = (config.metrics.as_deref(), config.tensorboard.as_deref());
-    Metrics::open(lines, events, first_step)
+    Metrics::open(&config.metrics, first_step)
 }
 
 /// The last signal received.
