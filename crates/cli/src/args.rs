@@ -5,6 +5,7 @@ mod headings;
 mod model;
 mod optimizer;
 mod plan;
+mod report;
 mod steps;
 
 use std::path::PathBuf;
@@ -20,6 +21,7 @@ pub(crate) use check::CheckArg;
 pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
+pub(crate) use report::ReportArgs;
 pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
 /// Fully sharded training: each rank holds a shard of the parameters, gradients and optimizer state.
@@ -46,6 +48,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Restart a command, such as `mpirun -n 4 burn-fsdp train ..`, when it fails
     Launch(LaunchArgs),
+    /// Draw the metrics of one or more runs on an HTML page
+    Report(ReportArgs),
     /// Name the first collective operation in which two runs differ
     Diff(DiffArgs),
     /// Print shell completions; put `source <(burn-fsdp completions bash)` into ~/.bashrc
@@ -62,8 +66,8 @@ Exit code:
      saved steps are complete
   2  an error in the command line, an input file or the environment; nothing was trained or written
   3  two runs differ, a rank failed, a loss was not finite, or a result could not be saved, written
-     or printed; the message names the cause, and saved steps are complete. Lost --metrics lines only
-     cause a warning
+     or printed; the message names the cause, and saved steps are complete. Lost --metrics lines or
+     --tensorboard events only cause a warning
   128 + N  signal N ended the process, e.g. 143 for SIGTERM in training that saves nothing, or in
      another command";
 
@@ -370,9 +374,14 @@ pub(crate) enum ResumeFrom {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputArgs {
-    /// Write one JSON line per step to this file
+    /// Write one JSON line per step to this file, for `burn-fsdp report`
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
+    /// Write an event file for TensorBoard into this folder
+    ///
+    /// A resumed run adds another file. TensorBoard then shows the newest values of each step.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) tensorboard: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,

@@ -371,6 +371,9 @@ pub(crate) enum InputError {
     #[error("cannot run {program}: {problem}")]
     CannotRun { program: String, problem: String },
 
+    #[error(transparent)]
+    Run(#[from] burn_fsdp_runs::Error),
+
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 

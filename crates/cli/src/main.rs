@@ -5,6 +5,7 @@
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
+//! - `runs`: the page of the metrics of several runs.
 //! - `operations`: records of a run's operations, and their comparison.
 //! - `launch`: restarts a failed command. `tether`: notifies the processes below `launch` of its end.
 //! - `text` generates text, `codec` converts text to tokens, `weights` reads weights shard by shard, `adapters`
@@ -28,6 +29,7 @@ mod output;
 mod plan;
 mod process;
 mod random;
+mod runs;
 mod shell;
 mod steps;
 mod tether;
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args),
+        Command::Report(args) => runs::run(&args),
         Command::Diff(args) => operations::diff::run(&args),
         Command::Completions(args) => shell::completions(&args),
         Command::Manual(args) => shell::manual(&args),

@@ -1,7 +1,7 @@
 //! Checks of the files that a run will write, and writes that leave a file complete or unchanged.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
 use burn_fsdp::internals::compile::GraphDump;
@@ -46,6 +46,10 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             path: data.to_owned(),
             problem: "is among the saved steps; name text outside them".to_owned(),
         });
+    }
+    if let Some(folder) = &args.output.tensorboard {
+        check_events(folder, args)?;
+        taken.push(("--tensorboard", identity(folder)));
     }
     if let Some(folder) = &args.output.dump_graphs {
         check_graphs(folder, args, &taken)?;
@@ -119,6 +123,26 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
         .then(|| "is a file of the --init folder; name another".to_owned())
 }
 
+/// Checks that a folder for TensorBoard's event files can be created, and that it is not a saved step.
+fn check_events(folder: &Path, args: &TrainArgs) -> Result<(), InputError> {
+    const FLAG: &str = "--tensorboard";
+    check_folder(FLAG, folder)?;
+    let own = identity(folder);
+    let checkpoints = args.checkpoint.checkpoint_dir.as_ref();
+    let problem = if checkpoints.is_some_and(|steps| lies_among_steps(&own, steps)) {
+        Some("is among the saved steps; name a folder next to them".to_owned())
+    } else {
+        // The folder may be the step itself.
+        overwrites(&own.join("events"), None)
+    };
+    let refused = |problem| InputError::Output {
+        flag: FLAG,
+        path: folder.to_owned(),
+        problem,
+    };
+    problem.map_or(Ok(()), |problem| Err(refused(problem)))
+}
+
 /// Checks that graphs can be written into a folder, and that the folder is not among the paths in `taken`.
 fn check_graphs(
     folder: &Path,
@@ -173,6 +197,44 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
         path: path.to_owned(),
         problem,
     })
+}
+
+/// Checks that a page can be written: it replaces only other pages, none of the `inputs`, and nothing in a saved step.
+pub(crate) fn check_page(
+    flag: &'static str,
+    path: &Path,
+    inputs: &[PathBuf],
+) -> Result<(), InputError> {
+    check_one(flag, path)?;
+    let own = identity(path);
+    let is_input = inputs.iter().any(|input| {
+        let input = identity(input);
+        input == own || are_one_file(&input, &own)
+    });
+    if is_input {
+        return Err(InputError::SameFile {
+            first: "RUN",
+            second: flag,
+            path: path.to_owned(),
+        });
+    }
+    let problem = overwrites(&own, None).or_else(|| is_other_file(path));
+    let refused = |problem| InputError::Output {
+        flag,
+        path: path.to_owned(),
+        problem,
+    };
+    problem.map_or(Ok(()), |problem| Err(refused(problem)))
+}
+
+/// Returns the reason not to replace a file, if it exists, is not empty, and is not an HTML page.
+fn is_other_file(path: &Path) -> Option<String> {
+    const START: &[u8] = b"<!doctype html";
+    let mut start = Vec::new();
+    let file = File::open(path).ok()?;
+    file.take(START.len() as u64).read_to_end(&mut start).ok()?;
+    let is_page = start.is_empty() || start.eq_ignore_ascii_case(START);
+    (!is_page).then(|| "exists and is not an HTML page; name another file".to_owned())
 }
 
 /// Checks that a folder can be created: neither it nor any of its parents is a file.

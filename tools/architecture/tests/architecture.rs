@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 18] = [
+const ALLOWED: [(&str, &[&str]); 21] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -67,9 +67,15 @@ const ALLOWED: [(&str, &[&str]); 18] = [
     ("burn-fsdp-data", &[]),
     ("burn-fsdp-kernels", &[]),
     ("burn-fsdp-models", &["burn-fsdp-kernels"]),
+    ("burn-fsdp-runs", &[]),
     (
         "burn-fsdp-cli",
-        &["burn-fsdp", "burn-fsdp-data", "burn-fsdp-models"],
+        &[
+            "burn-fsdp",
+            "burn-fsdp-data",
+            "burn-fsdp-models",
+            "burn-fsdp-runs",
+        ],
     ),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
@@ -79,7 +85,7 @@ const ALLOWED: [(&str, &[&str]); 18] = [
 ];
 
 /// Crates that must not depend on Burn.
-const WITHOUT_BURN: [&str; 7] = [
+const WITHOUT_BURN: [&str; 8] = [
     "burn-fsdp-mesh",
     "burn-fsdp-rendezvous",
     "burn-fsdp-transport",
@@ -87,6 +93,7 @@ const WITHOUT_BURN: [&str; 7] = [
     "burn-fsdp-collectives",
     "burn-fsdp-checkpoint",
     "burn-fsdp-data",
+    "burn-fsdp-runs",
 ];
 
 #[test]

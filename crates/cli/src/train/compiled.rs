@@ -25,7 +25,6 @@ use burn_fsdp_models::{Architecture, Batches, LanguageModel, WeightsFile};
 use serde_json::Value;
 
 use crate::adapters::{AdapterSizes, Adapters, is_saved};
-use crate::args::NotFinite;
 use crate::console;
 use crate::error::{InputError, RankError};
 use crate::train::config::TrainConfig;
@@ -59,8 +58,8 @@ struct Compiled<'a, A: Architecture, Be: BackendIr> {
 
 /// The gradient norm and loss scale of the last step.
 struct Gradients {
-    /// The gradient norm, if it is not finite and the run must therefore stop.
-    norm_not_finite: Option<f64>,
+    /// The gradient norm, if it was computed.
+    norm: Option<f64>,
     /// The loss scale to be saved, if the loss is scaled.
     scaler: Option<LossScaler>,
 }
@@ -318,7 +317,7 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
             step,
             unsharded: None,
             gradients: Gradients {
-                norm_not_finite: None,
+                norm: None,
                 scaler: config.step.scales_loss.then(LossScaler::default),
             },
             loss: held_out,
@@ -349,9 +348,7 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
     /// Collects the results of a step.
     fn end(&mut self) -> Result<(), RankError> {
         self.look_at_scale();
-        let norm = self.step.grad_norm();
-        let stops = self.config.not_finite == NotFinite::Stop;
-        self.gradients.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
+        self.gradients.norm = self.step.grad_norm();
         self.look_at_graph()
     }
 
@@ -437,8 +434,8 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
         })
     }
 
-    fn norm_not_finite(&self) -> Option<f64> {
-        self.gradients.norm_not_finite
+    fn grad_norm(&self) -> Option<f64> {
+        self.gradients.norm
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {

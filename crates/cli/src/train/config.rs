@@ -22,6 +22,7 @@ use crate::output;
 use crate::train::checks::{check_compiled, check_memory, check_reduction, check_size};
 use crate::train::data::Data;
 use crate::train::fault;
+use crate::train::metrics::MetricFiles;
 use crate::train::ranks::Ranks;
 use crate::train::recipe::Recipe;
 use crate::train::resumed::Resumed;
@@ -77,7 +78,7 @@ pub(crate) struct TrainConfig {
     /// What ranks compare in each collective operation.
     pub(crate) check: Check,
     pub(crate) fault: Option<Fault>,
-    pub(crate) metrics: Option<PathBuf>,
+    pub(crate) metrics: MetricFiles,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) dump_graphs: Option<PathBuf>,
@@ -202,7 +203,7 @@ impl TrainConfig {
             deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
             check,
             fault,
-            metrics: args.output.metrics,
+            metrics: MetricFiles::of(&args.output),
             trace: args.output.trace,
             operations: args.output.operations,
             dump_graphs: args.output.dump_graphs,

@@ -43,7 +43,8 @@ pub(crate) struct Eager<'a, A: Architecture> {
     plan: WrapPlan,
     optimizer: Optimizer,
     scaler: Option<LossScaler>,
-    norm_not_finite: Option<f64>,
+    /// Gradient norm of the last step, if it was computed.
+    norm: Option<f64>,
     phases: Phases,
 }
 
@@ -75,7 +76,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
             adapters: adapters.transpose()?,
             plan,
             scaler: config.step.scales_loss.then(LossScaler::default),
-            norm_not_finite: None,
+            norm: None,
             phases: Phases::default(),
         })
     }
@@ -154,6 +155,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
         model: A::Model,
         gradients: GradientsParams,
     ) -> Result<A::Model, RankError> {
+        self.norm = None;
         let gradients = match &mut self.scaler {
             None => Some(gradients),
             Some(scaler) => scaler.unscale(&model, gradients)?,
@@ -163,8 +165,8 @@ impl<'a, A: Architecture> Eager<'a, A> {
         };
         if let Some(clip) = self.config.step.clip {
             let clipped = clip_grad_norm(&model, gradients, clip)?;
+            self.norm = Some(clipped.total_norm);
             if !clipped.total_norm.is_finite() && self.config.not_finite == NotFinite::Stop {
-                self.norm_not_finite = Some(clipped.total_norm);
                 return Ok(model);
             }
             gradients = clipped.gradients;
@@ -229,8 +231,8 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
         self.optimizer.snapshot(self.model()?, mesh, is_saved)
     }
 
-    fn norm_not_finite(&self) -> Option<f64> {
-        self.norm_not_finite
+    fn grad_norm(&self) -> Option<f64> {
+        self.norm
     }
 
     fn adapters(&self) -> Option<&Adapters> {

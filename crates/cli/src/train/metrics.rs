@@ -1,39 +1,46 @@
-//! The metrics file: one JSON line per step, written as soon as the step is complete.
+//! The metrics of each step, written as soon as the step is complete: as a JSON line, and for TensorBoard.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use burn_fsdp_runs::{EventFile, StepLine};
+use serde::Deserialize;
 
+use crate::args::OutputArgs;
 use crate::error::InputError;
 
 /// Maximum size of a line in bytes. A longer line is not from this program, and is not read into memory.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// The metrics of one step.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct StepLine {
-    /// Number of the step, counted from 0, including unmeasured steps.
-    pub(crate) step: usize,
-    /// Mean loss over the ranks.
-    pub(crate) loss: f64,
-    /// Tokens per second of all ranks together, by rank 0's clock.
-    pub(crate) tokens_per_s: f64,
-    pub(crate) step_ms: f64,
-    pub(crate) lr: f64,
-    /// True if the report's times include the step.
-    pub(crate) measured: bool,
-    /// Loss on held-out text after this step, if it was evaluated.
-    pub(crate) eval_loss: Option<f64>,
+/// The files that a run is to write its metrics to.
+#[derive(Debug)]
+pub(crate) struct MetricFiles {
+    /// The file of `--metrics`.
+    lines: Option<PathBuf>,
+    /// The folder of `--tensorboard`.
+    events: Option<PathBuf>,
 }
 
-/// The metrics file, if there is one.
-#[derive(Debug, Default)]
-pub(crate) struct Metrics(Option<Open>);
+impl MetricFiles {
+    pub(crate) fn of(args: &OutputArgs) -> Self {
+        Self {
+            lines: args.metrics.clone(),
+            events: args.tensorboard.clone(),
+        }
+    }
+}
 
+/// The open files that receive the metrics, if there are any.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    lines: Option<Lines>,
+    events: Option<Events>,
+}
+
+/// The file of `--metrics`.
 #[derive(Debug)]
-struct Open {
+struct Lines {
     path: PathBuf,
     file: File,
     /// The end of the last complete line; `None` for a pipe or a terminal.
@@ -42,45 +49,81 @@ struct Open {
     has_failed: bool,
 }
 
+/// The event file of `--tensorboard`.
+#[derive(Debug)]
+struct Events {
+    file: EventFile,
+    /// True if the user was warned about lost events.
+    has_failed: bool,
+}
+
 impl Metrics {
-    /// Starts a new file, or continues the file of a run that is resumed at `first_step`. Lines of earlier steps are
-    /// kept. The first later or incomplete line is removed, with all lines after it. A pipe or a terminal only gets new
-    /// lines; opening a pipe waits for its reader.
-    pub(crate) fn open(path: Option<&Path>, first_step: usize) -> Result<Self, InputError> {
-        let Some(path) = path else {
-            return Ok(Self(None));
-        };
-        let opened = Open::new(path, first_step).map_err(|error| InputError::Output {
-            flag: "--metrics",
+    /// Opens the files for a run that starts or resumes at `first_step`.
+    pub(crate) fn open(files: &MetricFiles, first_step: usize) -> Result<Self, InputError> {
+        let failed = |flag, path: &Path, error: io::Error| InputError::Output {
+            flag,
             path: path.to_owned(),
             problem: error.to_string(),
-        })?;
-        Ok(Self(Some(opened)))
-    }
-
-    /// Writes a line. The first failure is returned as a warning, and training continues.
-    pub(crate) fn write(&mut self, line: &StepLine) -> Option<String> {
-        let open = self.0.as_mut()?;
-        let written = serde_json::to_string(line)
-            .map_err(io::Error::from)
-            .and_then(|text| open.append(format!("{text}\n").as_bytes()));
-        open.first_failure(written)
-    }
-
-    /// Syncs the written lines to disk, so every saved step has its metrics. Like [`write`](Self::write), returns the
-    /// first failure as a warning.
-    pub(crate) fn sync(&mut self) -> Option<String> {
-        let open = self.0.as_mut()?;
-        let synced = match open.end {
-            Some(_) => open.file.sync_data(),
-            None => Ok(()),
         };
-        open.first_failure(synced)
+        let lines = files.lines.as_ref().map(|path| {
+            let opened = Lines::open(path, first_step);
+            opened.map_err(|error| failed("--metrics", path, error))
+        });
+        let events = files.events.as_ref().map(|folder| {
+            let created = EventFile::create(folder, first_step as u64);
+            created.map_err(|error| failed("--tensorboard", folder, error))
+        });
+        Ok(Self {
+            lines: lines.transpose()?,
+            events: events.transpose()?.map(|file| Events {
+                file,
+                has_failed: false,
+            }),
+        })
+    }
+
+    /// Returns true if the metrics are written anywhere.
+    pub(crate) fn are_written(&self) -> bool {
+        self.lines.is_some() || self.events.is_some()
+    }
+
+    /// Writes the metrics of a step. The first failure of each file is returned as a warning, and training continues.
+    pub(crate) fn write(&mut self, line: &StepLine) -> Vec<String> {
+        let lines = self.lines.as_mut().and_then(|lines| lines.write(line));
+        let events = self.events.as_mut().and_then(|events| {
+            let written = events.file.write(line);
+            events.first_failure(written)
+        });
+        lines.into_iter().chain(events).collect()
+    }
+
+    /// Syncs the files to disk, so every saved step has its metrics.
+    pub(crate) fn sync(&mut self) -> Vec<String> {
+        let lines = self.lines.as_mut().and_then(Lines::sync);
+        let events = self.events.as_mut().and_then(|events| {
+            let synced = events.file.sync();
+            events.first_failure(synced)
+        });
+        lines.into_iter().chain(events).collect()
     }
 }
 
-impl Open {
-    fn new(path: &Path, first_step: usize) -> io::Result<Self> {
+impl Events {
+    fn first_failure(&mut self, result: io::Result<()>) -> Option<String> {
+        let error = result.err()?;
+        let is_first = !std::mem::replace(&mut self.has_failed, true);
+        is_first.then(|| {
+            let path = self.file.path().display();
+            format!("--tensorboard {path}: {error}; events are lost, but training continues")
+        })
+    }
+}
+
+impl Lines {
+    /// Starts a new file, or continues the file of a run that is resumed at `first_step`. Lines of earlier steps are
+    /// kept. The first later or incomplete line is removed, with all lines after it. A pipe or a terminal only gets new
+    /// lines; opening a pipe waits for its reader.
+    fn open(path: &Path, first_step: usize) -> io::Result<Self> {
         // Opening must not truncate the file: a run that dies before its first line would lose all older lines.
         let mut options = OpenOptions::new();
         let file = options.append(true).create(true).open(path)?;
@@ -99,6 +142,21 @@ impl Open {
             end,
             has_failed: false,
         })
+    }
+
+    fn write(&mut self, line: &StepLine) -> Option<String> {
+        let written = serde_json::to_string(line)
+            .map_err(io::Error::from)
+            .and_then(|text| self.append(format!("{text}\n").as_bytes()));
+        self.first_failure(written)
+    }
+
+    fn sync(&mut self) -> Option<String> {
+        let synced = match self.end {
+            Some(_) => self.file.sync_data(),
+            None => Ok(()),
+        };
+        self.first_failure(synced)
     }
 
     fn append(&mut self, line: &[u8]) -> io::Result<()> {
@@ -178,18 +236,27 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics");
         std::fs::write(&path, text).expect("writes");
-        let mut metrics = Metrics::open(Some(&path), first_step).expect("opens");
+        let files = MetricFiles {
+            lines: Some(path.clone()),
+            events: None,
+        };
+        let mut metrics = Metrics::open(&files, first_step).expect("opens");
         let line = StepLine {
-            step: first_step,
+            step: first_step as u64,
             loss: 1.0,
-            tokens_per_s: 1.0,
-            step_ms: 1.0,
-            lr: 1.0,
+            tokens_per_s: None,
+            step_ms: None,
+            lr: None,
             measured: true,
             eval_loss: None,
+            grad_norm: None,
+            ranks: None,
+            flops_per_s: None,
+            rss_bytes: None,
+            unsharded_bytes: None,
         };
-        assert_eq!(metrics.write(&line), None);
-        assert_eq!(metrics.sync(), None);
+        assert!(metrics.write(&line).is_empty());
+        assert!(metrics.sync().is_empty());
         let whole = std::fs::read_to_string(&path).expect("reads");
         let (kept, new) = whole
             .trim_end()

@@ -4,13 +4,22 @@ use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use burn_fsdp_runs::EVENT_FILE_PREFIX;
+
 use crate::args::TrainArgs;
 use crate::codec::TokenizerArg;
 use crate::output::{self, FileId};
 use crate::process::Process;
 
 /// Prefixes of the names of entries in the run's folders.
-const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
+const NAMES: [&str; 6] = [
+    "step-",
+    "rank-",
+    ".step-",
+    ".lock",
+    ".seen-by-all-",
+    EVENT_FILE_PREFIX,
+];
 
 /// The run's own files and folders inside the `--data` folder.
 #[derive(Debug)]
@@ -32,6 +41,7 @@ impl OwnFiles {
         let data = output::identity(data);
         let folders = [
             ("--checkpoint-dir", &args.checkpoint.checkpoint_dir),
+            ("--tensorboard", &args.output.tensorboard),
             ("--operations", &args.output.operations),
             ("--dump-graphs", &args.output.dump_graphs),
             ("--offload", &args.sharding.offload),

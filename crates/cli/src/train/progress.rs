@@ -2,11 +2,10 @@
 
 use std::fmt::Write;
 
+use burn_fsdp_runs::StepLine;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::host::rss_bytes;
 use crate::train::config::TrainConfig;
-use crate::train::metrics::StepLine;
 
 const MIB: f64 = (1 << 20) as f64;
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
@@ -28,15 +27,18 @@ impl Progress {
         Self(bar)
     }
 
+    /// Returns true if the bar is visible.
+    pub(crate) fn is_shown(&self) -> bool {
+        !self.0.is_hidden()
+    }
+
     /// Advances the bar by a step.
     pub(crate) fn step(&self, line: &StepLine) {
-        let StepLine {
-            loss, tokens_per_s, ..
-        } = line;
-        let mut message = format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s");
-        if !self.0.is_hidden()
-            && let Some(bytes) = rss_bytes()
-        {
+        let mut message = format!("loss {:.4}", line.loss);
+        if let Some(tokens) = line.tokens_per_s {
+            let _ = write!(message, ", {tokens:.0} tokens/s");
+        }
+        if let Some(bytes) = line.rss_bytes {
             let _ = write!(message, ", {:.0} MiB", bytes as f64 / MIB);
         }
         self.0.set_message(message);

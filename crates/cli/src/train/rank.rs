@@ -4,20 +4,23 @@ use std::time::Instant;
 
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::{Architecture, ModelConfig};
+use burn_fsdp_runs::StepLine;
 
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
+use crate::host;
 use crate::limits::Limits;
 use crate::train::compiled;
 use crate::train::config::TrainConfig;
 use crate::train::eager::Eager;
-use crate::train::metrics::{Metrics, StepLine};
+use crate::train::metrics::Metrics;
 use crate::train::outcome::{Collectives, RankOutcome};
 use crate::train::progress::Progress;
 use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
+use crate::train::utilization::flops_per_token;
 
 /// Returns advice for the user after a non-finite number.
 const fn advice(on_not_finite: NotFinite) -> &'static str {
@@ -158,9 +161,15 @@ struct Observers<'a> {
 }
 
 impl Observers<'_> {
-    /// Prints a warning at once, and keeps it for the report. Training continues.
-    fn note(&mut self, problem: Option<String>) {
-        if let Some(problem) = problem {
+    /// Returns the resident bytes of this process, if anything shows them.
+    fn rss_bytes(&self) -> Option<u64> {
+        let is_shown = self.metrics.are_written() || self.progress.is_shown();
+        is_shown.then(host::rss_bytes).flatten()
+    }
+
+    /// Prints warnings at once, and keeps them for the report. Training continues.
+    fn note(&mut self, problems: impl IntoIterator<Item = String>) {
+        for problem in problems {
             console::tell(format_args!("warning: {problem}"));
             self.lost.push(problem);
         }
@@ -209,9 +218,9 @@ impl Run<'_> {
             return Ok(None);
         }
         // Every saved step has its metrics.
-        let problem = observers.metrics.sync();
+        let problems = observers.metrics.sync();
         let started = saving.start(step + 1, trainer, (is_last, end.loss.is_finite()))?;
-        observers.note(problem);
+        observers.note(problems);
         let advice = advice(self.config.not_finite);
         Ok(match started {
             Started::Goes => None,
@@ -225,7 +234,9 @@ impl Run<'_> {
     /// which the scaler handles. The run ends when no scale is left.
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
         let advice = advice(self.config.not_finite);
-        if let Some(norm) = trainer.norm_not_finite() {
+        let stops = self.config.not_finite == NotFinite::Stop;
+        let norm = trainer.grad_norm().filter(|norm| !norm.is_finite());
+        if let Some(norm) = norm.filter(|_| stops) {
             return Some(format!(
                 "the gradient norm of step {step} is {norm}; {advice}"
             ));
@@ -243,6 +254,8 @@ impl Run<'_> {
     ) -> Result<(), RankError> {
         let config = self.config;
         let traced_step = self.traced_step(result.first_step);
+        let is_frozen = config.adapters.is_some();
+        let flops_per_token = flops_per_token(&config.model, config.seq, is_frozen);
         let mut start = Instant::now();
         for step in result.first_step..config.num_steps() {
             let (before, staged) = (self.world.counts(), trainer.staged()?);
@@ -257,9 +270,11 @@ impl Run<'_> {
             result.collectives = Collectives::of(&self.world.counts().since(&before));
             let [to_host, to_device] = trainer.staged()?;
             result.staged = [to_host - staged[0], to_device - staged[1]];
+            let mut unsharded_peak = None;
             if step >= config.warmup {
                 let peak = trainer.unsharded_peak()?;
                 result.unsharded_peak = result.unsharded_peak.max(peak);
+                unsharded_peak = Some(peak as u64);
             }
             let end_of_step = share::step_end(self.world, own_loss, config.is_stopped())?;
             let loss = end_of_step.loss;
@@ -274,18 +289,24 @@ impl Run<'_> {
                 true => trainer.evaluate()?,
                 false => None,
             };
+            let tokens_per_s = config.tokens_per_step() as f64 / seconds;
             let line = StepLine {
-                step,
+                step: step as u64,
                 loss,
-                tokens_per_s: config.tokens_per_step() as f64 / seconds,
-                step_ms: 1e3 * seconds,
-                lr: config.schedule.at(step),
+                tokens_per_s: Some(tokens_per_s),
+                step_ms: Some(1e3 * seconds),
+                lr: Some(config.schedule.at(step)),
                 measured: step >= config.warmup,
                 eval_loss,
+                grad_norm: trainer.grad_norm(),
+                ranks: Some(self.world.size() as u64),
+                flops_per_s: Some(tokens_per_s * flops_per_token),
+                rss_bytes: observers.rss_bytes(),
+                unsharded_bytes: unsharded_peak,
             };
             observers.progress.step(&line);
-            let problem = observers.metrics.write(&line);
-            observers.note(problem);
+            let problems = observers.metrics.write(&line);
+            observers.note(problems);
             if let Some(eval_loss) = eval_loss {
                 result.eval_losses.push((step, eval_loss));
             }

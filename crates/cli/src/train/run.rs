@@ -163,11 +163,11 @@ fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result
     result
 }
 
-/// Writes the initial weights and starts the metrics file.
+/// Writes the initial weights and starts the files of the metrics.
 fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
     model::save_initial(config)?;
     let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
-    Metrics::open(config.metrics.as_deref(), first_step)
+    Metrics::open(&config.metrics, first_step)
 }
 
 /// The last signal received.

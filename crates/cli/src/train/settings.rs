@@ -272,6 +272,7 @@ fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &O
     } = checkpoint;
     let OutputArgs {
         metrics: _,
+        tensorboard: _,
         trace: _,
         operations: _,
         dump_graphs: _,

@@ -28,11 +28,9 @@ pub(crate) trait Trainer {
     /// Computes the mean loss on the held-out text; `None` if there is none.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// Returns the gradient norm of the last step, if it is not finite and the run must therefore stop. The update was
-    /// skipped, or produced non-finite values.
-    fn norm_not_finite(&self) -> Option<f64> {
-        None
-    }
+    /// Returns the gradient norm of the last step before clipping; `None` without clipping, or if a scaled loss
+    /// overflowed. After a norm that is not finite, the update was skipped, or produced non-finite values.
+    fn grad_norm(&self) -> Option<f64>;
 
     /// Copies the state to be saved.
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError>;

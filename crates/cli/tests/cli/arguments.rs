@@ -165,7 +165,11 @@ fn paths_of_any_kind_are_accepted_or_rejected() {
     let folder = Folder::new();
     folder.write("file", "x".repeat(5000));
     folder.write("output", "x".repeat(5000));
-    let saved = [&TINY[..], &["--checkpoint-dir", "steps"]].concat();
+    let saved = [
+        &TINY[..],
+        &["--checkpoint-dir", "steps", "--metrics", "metrics"],
+    ]
+    .concat();
     assert_eq!(assert_ends_well(&folder, &saved), 0);
     let mut all: Vec<Vec<&str>> = Vec::new();
     for path in PATHS {
@@ -180,6 +184,7 @@ fn paths_of_any_kind_are_accepted_or_rejected() {
         if !["/", ".."].contains(&path) {
             all.push([&TINY[..], &["--checkpoint-dir", path]].concat());
             all.push([&TINY[..], &["--offload", path]].concat());
+            all.push([&TINY[..], &["--tensorboard", path]].concat());
             all.push([&TINY[..], &["--compile", "--dump-graphs", path]].concat());
         }
         let text: Vec<_> = TINY
@@ -191,6 +196,8 @@ fn paths_of_any_kind_are_accepted_or_rejected() {
         if !["/", "..", "/proc/self"].contains(&path) {
             all.push([&text[..], &["--data", path, "--sample", "2"]].concat());
         }
+        all.push(vec!["report", path]);
+        all.push(vec!["report", "metrics", "--out", output]);
         all.push(vec!["inspect", path]);
         all.push(vec!["inspect", path, "--json", "--no-verify"]);
         all.push(vec!["consolidate", path, "out"]);

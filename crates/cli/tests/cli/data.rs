@@ -218,7 +218,16 @@ fn outputs_inside_the_text_folder_are_skipped() {
             "--checkpoint-dir sub/run --compile --dump-graphs link-to-sub/graphs",
             2,
         ),
-        ("sub", "--checkpoint-dir sub --metrics sub/m.jsonl", 1),
+        (
+            "sub",
+            "--checkpoint-dir link-to-sub/run --tensorboard sub/logs",
+            2,
+        ),
+        (
+            "sub",
+            "--checkpoint-dir sub --tensorboard sub --metrics sub/m.jsonl",
+            1,
+        ),
         (
             "sub",
             "--checkpoint-dir .. --save-init sub/init.safetensors",

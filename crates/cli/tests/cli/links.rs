@@ -95,6 +95,7 @@ fn outputs_among_the_steps_are_refused() {
         ),
         ("--trace steps/step-000005/new", "among the saved steps"),
         ("--metrics steps", "is a folder"),
+        ("--tensorboard steps/step-000005", "among the saved steps"),
     ] {
         let run = folder.train(&format!("{RUN} --steps 6 --resume {output}"));
         assert_eq!(run.code, 2, "{output}: {}", run.stderr);

@@ -7,6 +7,8 @@ mod compiled;
 mod config_file;
 mod corruption;
 mod data;
+#[path = "../../../runs/tests/decoder/mod.rs"]
+mod decoder;
 mod devices;
 mod dumps;
 mod families;
@@ -36,6 +38,7 @@ mod plan;
 mod processes;
 mod report;
 mod restarts;
+mod runs;
 mod settings;
 mod shell;
 #[cfg(target_os = "linux")]
