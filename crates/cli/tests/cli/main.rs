@@ -8,6 +8,7 @@ mod config_file;
 mod corruption;
 mod data;
 mod devices;
+mod documents;
 mod dumps;
 mod families;
 mod faults;
