@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use burn_fsdp::internals::checkpoint::Step;
 use burn_fsdp::internals::collectives::{LaunchError, processes};
 use burn_fsdp::internals::device::DeviceNameError;
+use burn_fsdp_data::DataError;
 use burn_fsdp_models::{ModelConfig, ModelError};
 
 /// The failure of a command.
@@ -379,6 +380,9 @@ pub(crate) enum InputError {
 
     #[error(transparent)]
     Model(#[from] ModelError),
+
+    #[error(transparent)]
+    Data(#[from] DataError),
 }
 
 impl InputError {
@@ -414,6 +418,8 @@ pub(crate) enum RankError {
     Mesh(#[from] burn_fsdp::internals::mesh::Error),
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Data(#[from] DataError),
     #[error(transparent)]
     Checkpoint(#[from] burn_fsdp::internals::checkpoint::CheckpointError),
     #[error(transparent)]

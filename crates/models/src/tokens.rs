@@ -195,6 +195,16 @@ impl Batches {
 }
 
 impl Rows {
+    /// Returns rows of inputs with their targets, row after row.
+    #[must_use]
+    pub fn new(inputs: Vec<i64>, targets: Vec<i64>, num_rows: usize) -> Self {
+        Self {
+            inputs,
+            targets,
+            num_rows,
+        }
+    }
+
     /// Returns the input tokens, row after row.
     #[must_use]
     pub fn inputs(&self) -> &[i64] {

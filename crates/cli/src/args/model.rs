@@ -74,16 +74,45 @@ pub(crate) enum TrainedModelArg {
     Gpt2,
 }
 
+/// The formats of documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DataFormat {
+    /// Plain text in UTF-8
+    Text,
+    /// A JSON object on each line
+    Jsonl,
+    /// Apache Parquet
+    Parquet,
+}
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// Text file or folder to train on [default: Burn's source code]
+    /// Text file or folder to train on, or .jsonl or .parquet files [default: Burn's source code]
     ///
-    /// Only the first 16 MiB are read. --seed selects the text windows. The last 5 % of the text is held out for
-    /// evaluation. Of Burn's source code, as downloaded by cargo, every 20th file is held out instead. Hidden files,
-    /// binary files and files of this run are skipped and counted.
+    /// .jsonl and .parquet files contain documents, see --data-format. Of other text, only the first 16 MiB are read.
+    /// --seed selects the text windows. The last 5 % of the text is held out for evaluation. Of Burn's source code, as
+    /// downloaded by cargo, every 20th file is held out instead. Hidden files, binary files and files of this run are
+    /// skipped and counted.
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
+    /// Read --data as documents of this format [default: by extension]
+    ///
+    /// Documents may have any size. They are the rows of .parquet files, the lines of .jsonl and .ndjson files, and with
+    /// `text`, files or pieces of 64 KiB. They are shuffled by --seed, a twentieth is held out, and a resumed run
+    /// continues with the next document on any number of ranks. --data may then also be a folder with such files, or a
+    /// glob such as 'data/*.parquet'.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "FORMAT",
+        requires = "data",
+        hide_short_help = true
+    )]
+    pub(crate) data_format: Option<DataFormat>,
+    /// Field with the text of a document in JSONL or Parquet [default: text]
+    #[arg(long, value_name = "FIELD", requires = "data", hide_short_help = true)]
+    pub(crate) text_field: Option<String>,
     /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,

@@ -21,13 +21,14 @@ use burn_fsdp::internals::testing::At;
 use burn_fsdp::plan::MemoryPlan;
 use burn_fsdp::{LossScaler, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
-use burn_fsdp_models::{Architecture, Batches, LanguageModel, WeightsFile};
+use burn_fsdp_models::{Architecture, LanguageModel, WeightsFile};
 use serde_json::Value;
 
 use crate::adapters::{AdapterSizes, Adapters, is_saved};
 use crate::console;
 use crate::error::{InputError, RankError};
 use crate::train::config::TrainConfig;
+use crate::train::feed::Feed;
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
@@ -41,7 +42,7 @@ struct Compiled<'a, A: Architecture, Be: BackendIr> {
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
-    batches: Batches,
+    batches: Feed<'a>,
     step: CompiledStep<Tokens, Be>,
     /// Number of traces so far, and peak bytes of full parameters and gradients in the latest traced graph.
     unsharded: Option<(usize, usize)>,
@@ -330,13 +331,12 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
     fn begin(&self, step: usize) -> Result<Vec<Tokens>, RankError> {
         self.world.begin_step(step as u64);
         self.world.fault_point(At::Forward)?;
-        let micro = (0..self.config.step.accumulate).map(|micro| {
+        let micro = (0..self.config.step.accumulate).map(|micro| -> Result<_, RankError> {
             let rows = self.config.micro_rows_of(self.world.rank(), micro);
-            self.batches
-                .rows(step, rows)
-                .to_tensors(&self.config.device(self.world))
+            let rows = self.batches.rows(step, rows)?;
+            Ok(rows.to_tensors(&self.config.device(self.world)))
         });
-        Ok(micro.collect())
+        micro.collect()
     }
 
     /// Stores the current loss scale for the next save.

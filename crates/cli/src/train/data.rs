@@ -9,6 +9,8 @@ use burn_fsdp_models::{
 use crate::args::TrainArgs;
 use crate::codec::{self, Chosen};
 use crate::error::InputError;
+use crate::train::documents::{self, Documents};
+use crate::train::feed::Feed;
 use crate::train::own_files::OwnFiles;
 
 /// Maximum bytes of text that are read: far more than a run on a CPU uses, but little memory.
@@ -23,6 +25,8 @@ pub(crate) enum Data {
     Synthetic,
     /// Text from files, with a held-out part.
     Text(Box<Text>),
+    /// Documents from files of any size, with a held-out part.
+    Documents(Box<Documents>),
 }
 
 /// Text from files.
@@ -31,7 +35,7 @@ pub(crate) struct Text {
     bytes: ByteText,
     /// The text as a tokenizer's tokens, if it is not read as bytes.
     tokens: Option<TokenText>,
-    pub(crate) codec: TextCodec,
+    codec: TextCodec,
     /// The flags of the run's own files inside the text; these files are excluded from it.
     own: Vec<&'static str>,
     /// Number of saved steps of other runs inside the text, which are excluded from it.
@@ -73,7 +77,7 @@ impl Text {
         tokens.map_or_else(|| self.bytes.training(), TokenText::training)
     }
 
-    pub(crate) fn held_out(&self) -> TokenStream {
+    fn held_out(&self) -> TokenStream {
         let tokens = self.tokens.as_ref();
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
@@ -173,6 +177,16 @@ impl Data {
             return Ok(Self::Synthetic);
         }
         chosen.codec.check_vocab(model.vocab())?;
+        if let Some(path) = args
+            .data
+            .data
+            .as_ref()
+            .filter(|_| documents::are_meant(&args.data))
+        {
+            let warnings = chosen.warnings(args.model.init.as_ref().map(|_| model));
+            let documents = Documents::open(args, path, chosen.codec, warnings)?;
+            return Ok(Self::Documents(Box::new(documents)));
+        }
         let text = Text::read(args, chosen, model)?;
         let (batch, seq) = (args.training.batch, args.model.seq);
         let found = text.training().period().unwrap_or(usize::MAX);
@@ -200,35 +214,61 @@ impl Data {
         Ok(Self::Text(Box::new(text)))
     }
 
-    /// Returns the batches for training: windows of the text, at positions drawn with the seed.
-    pub(crate) fn training(&self, vocab: usize, [batch, seq]: [usize; 2], seed: u64) -> Batches {
+    /// Returns the batches for training: documents in order, or windows of the text at positions drawn with the seed.
+    pub(crate) fn training(&self, vocab: usize, [batch, seq]: [usize; 2], seed: u64) -> Feed<'_> {
         let stream = match self {
+            Self::Documents(documents) => return Feed::Documents(documents),
             Self::Synthetic => TokenStream::Synthetic { vocab },
             Self::Text(text) => match text.training() {
                 TokenStream::Text(tokens) => TokenStream::Windows { tokens, seed },
                 other => other,
             },
         };
-        Batches { stream, batch, seq }
+        Feed::Tokens(Batches { stream, batch, seq })
     }
 
     /// Returns the batches for evaluation; `None` for synthetic tokens.
-    pub(crate) fn held_out(&self, [batch, seq]: [usize; 2]) -> Option<Batches> {
+    pub(crate) fn held_out(&self, [batch, seq]: [usize; 2]) -> Option<Feed<'_>> {
         match self {
             Self::Synthetic => None,
-            Self::Text(text) => Some(Batches {
+            Self::Text(text) => Some(Feed::Tokens(Batches {
                 stream: text.held_out(),
                 batch,
                 seq,
-            }),
+            })),
+            Self::Documents(documents) => Some(Feed::HeldOut(&documents.held_out)),
+        }
+    }
+
+    /// Returns the codec, and the first `len` held-out tokens, or fewer; `None` if there are none.
+    pub(crate) fn prompt(&self, len: usize) -> Option<(&TextCodec, Vec<i64>)> {
+        match self {
+            Self::Synthetic => None,
+            Self::Text(text) => {
+                let stream = text.held_out();
+                let prompt = 0..stream.period().unwrap_or(1).min(len);
+                let tokens = prompt.map(|index| stream.token(index)).collect();
+                Some((&text.codec, tokens))
+            }
+            Self::Documents(documents) => Some((&documents.codec, documents.prompt(len)?)),
+        }
+    }
+
+    /// Returns the documents, if these are the data.
+    pub(crate) fn documents(&self) -> Option<&Documents> {
+        match self {
+            Self::Documents(documents) => Some(documents),
+            Self::Synthetic | Self::Text(_) => None,
         }
     }
 
     /// Describes the tokens by size and checksum, which distinguishes two texts independently of the paths that they
     /// were read from.
     pub(crate) fn identity(&self) -> String {
-        let Self::Text(text) = self else {
-            return "synthetic tokens".to_owned();
+        let text = match self {
+            Self::Synthetic => return "synthetic tokens".to_owned(),
+            Self::Documents(documents) => return documents.identity(),
+            Self::Text(text) => text,
         };
         let mut hasher = crc32fast::Hasher::new();
         for part in text.bytes.parts() {
@@ -246,6 +286,7 @@ impl Data {
         match self {
             Self::Synthetic => None,
             Self::Text(text) => codec::identity(&text.codec),
+            Self::Documents(documents) => codec::identity(&documents.codec),
         }
     }
 
@@ -254,6 +295,7 @@ impl Data {
         match self {
             Self::Synthetic => None,
             Self::Text(text) => codec::former_identity(&text.codec),
+            Self::Documents(documents) => codec::former_identity(&documents.codec),
         }
     }
 
@@ -262,6 +304,7 @@ impl Data {
         match self {
             Self::Synthetic => Vec::new(),
             Self::Text(text) => [text.remarks(), text.warnings.clone()].concat(),
+            Self::Documents(documents) => documents.warnings.clone(),
         }
     }
 }
@@ -273,6 +316,7 @@ impl fmt::Display for Data {
         match self {
             Self::Synthetic => f.write_str("synthetic tokens"),
             Self::Text(text) => text.fmt(f),
+            Self::Documents(documents) => documents.fmt(f),
         }
     }
 }

@@ -13,7 +13,7 @@ use burn_fsdp::internals::testing::At;
 use burn_fsdp::{
     LossScaler, ProcessGroup, ProcessMesh, backward, catch, clip_grad_norm, no_sync, recompute,
 };
-use burn_fsdp_models::{Architecture, Batches, LanguageModel};
+use burn_fsdp_models::{Architecture, LanguageModel};
 use serde_json::Value;
 
 use crate::adapters::{Adapters, is_factor, is_saved};
@@ -21,6 +21,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
+use crate::train::feed::Feed;
 use crate::train::optimizer::Optimizer;
 use crate::train::trace::{Phases, eager_events};
 use crate::train::trainer::Trainer;
@@ -35,7 +36,7 @@ pub(crate) struct Eager<'a, A: Architecture> {
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
     device: Device,
-    batches: Batches,
+    batches: Feed<'a>,
     /// The model; `None` during a step, and after a failed step.
     model: Option<A::Model>,
     /// The adapters, if nothing else is trained.
@@ -93,7 +94,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
         model: &A::Model,
     ) -> Result<(f32, GradientsParams), RankError> {
         let rows = self.config.micro_rows_of(self.world.rank(), micro);
-        let (inputs, targets) = self.batches.rows(step, rows).to_tensors(&self.device);
+        let (inputs, targets) = self.batches.rows(step, rows)?.to_tensors(&self.device);
         let again = self.config.step.activation_checkpointing;
         let start = Instant::now();
         let loss = catch(|| {

@@ -48,7 +48,7 @@ pub(crate) fn evaluate(
         Ok(())
     };
     for part in parts(whole.min(most), config.batch, (world.rank(), world.size())) {
-        add(&batches.rows(0, part.rows), part.counts)?;
+        add(&batches.rows(0, part.rows)?, part.counts)?;
     }
     if let Some(rest) = batches.rest().filter(|_| whole < most) {
         add(&rest, world.rank() == 0)?;

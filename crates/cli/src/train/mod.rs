@@ -1,7 +1,7 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `own_files`,
-//!   `schedule`, `settings`, `fault`, `run_folder`, `resumed`).
+//! - `config`: the configuration, complete and valid (`sizes`, `recipe`, `checks`, `ranks`, `data`, `documents`, `feed`,
+//!   `own_files`, `schedule`, `settings`, `fault`, `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
 //! - `rank`: the loop of one rank around its `trainer`, which is `eager` or `compiled`; these two are independent
 //!   (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`, `metrics`, `trace`).
@@ -14,9 +14,11 @@ mod compiled;
 mod config;
 mod curve;
 mod data;
+mod documents;
 mod eager;
 mod evaluation;
 mod fault;
+mod feed;
 mod meeting;
 mod metrics;
 mod model;

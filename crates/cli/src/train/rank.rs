@@ -8,7 +8,7 @@ use burn_fsdp_runs::StepLine;
 
 use crate::args::NotFinite;
 use crate::console;
-use crate::error::RankError;
+use crate::error::{InputError, RankError};
 use crate::host;
 use crate::limits::Limits;
 use crate::train::compiled;
@@ -17,6 +17,7 @@ use crate::train::eager::Eager;
 use crate::train::metrics::Metrics;
 use crate::train::outcome::{Collectives, RankOutcome};
 use crate::train::progress::Progress;
+use crate::train::resumed::Resumed;
 use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
@@ -57,12 +58,7 @@ pub(crate) fn train(
     let saving = Saving::begin(config, world)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {
-        let restored = trainer.resume(&resumed.step);
-        restored.map_err(|source| RankError::Restore {
-            path: resumed.step.path().to_owned(),
-            source: Box::new(source),
-        })?;
-        first_step = resumed.first_step();
+        first_step = restore(config, trainer.as_mut(), resumed)?;
     }
     let mut observers = Observers {
         progress: Progress::new(config, is_first, first_step),
@@ -114,6 +110,25 @@ pub(crate) fn train(
         result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
+}
+
+/// Continues with the model and the data of a saved step. Returns the number of completed steps.
+fn restore(
+    config: &TrainConfig,
+    trainer: &mut dyn Trainer,
+    resumed: &Resumed,
+) -> Result<usize, RankError> {
+    let restored = trainer.resume(&resumed.step);
+    restored.map_err(|source| RankError::Restore {
+        path: resumed.step.path().to_owned(),
+        source: Box::new(source),
+    })?;
+    let first_step = resumed.first_step();
+    if let Some(documents) = config.data.documents() {
+        let continued = documents.resume(&resumed.step.index().training, first_step);
+        continued.map_err(|error| Box::new(InputError::Data(error)))?;
+    }
+    Ok(first_step)
 }
 
 /// Measures the operations per second of matrix products, if the run is to measure them. Collective.

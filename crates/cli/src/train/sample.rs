@@ -1,19 +1,18 @@
 //! The text that a run generates after training, to show what the model has learned.
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp_models::{LanguageModel, TokenStream};
+use burn_fsdp_models::LanguageModel;
 
 use crate::error::RankError;
 use crate::text::{Sample, TEMPERATURE};
 use crate::train::config::TrainConfig;
-use crate::train::data::Data;
 
 /// Maximum number of held-out tokens in the sample's prompt.
 const MAX_PROMPT_TOKENS: usize = 32;
 
 /// Returns true if a run ends with a sample.
 pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
-    matches!(config.data, Data::Text(_)) && config.sample_tokens > 0
+    config.sample_tokens > 0 && config.data.prompt(1).is_some()
 }
 
 /// Returns the start of the held-out text and the text that the model adds; `None` if no sample is requested, or if the
@@ -25,14 +24,12 @@ pub(crate) fn generate<M: LanguageModel>(
     config: &TrainConfig,
     world: &ProcessGroup,
 ) -> Result<Option<Vec<u8>>, RankError> {
-    let Data::Text(text) = &config.data else {
+    let len = MAX_PROMPT_TOKENS.min(config.model.seq());
+    let Some((codec, prompt)) = config.data.prompt(len).filter(|_| config.sample_tokens > 0) else {
         return Ok(None);
     };
-    if config.sample_tokens == 0 {
-        return Ok(None);
-    }
     let sample = Sample {
-        codec: &text.codec,
+        codec,
         seq: config.model.seq(),
         num_tokens: config.sample_tokens,
         // The prompt is from the middle of a text, so no token ends the sample.
@@ -42,16 +39,9 @@ pub(crate) fn generate<M: LanguageModel>(
         device: config.device(world),
     };
     let is_stopped = || config.is_stopped();
-    let prompt = prompt(&text.held_out(), config.model.seq());
     match sample.go_on(&model.valid(), prompt, world, is_stopped) {
         // The training is complete, and its losses show the problem.
         Err(RankError::NoNumbers) => Ok(None),
         sample => sample.map(Some),
     }
-}
-
-fn prompt(stream: &TokenStream, seq: usize) -> Vec<i64> {
-    let known = stream.period().unwrap_or(1);
-    let prompt = 0..known.min(MAX_PROMPT_TOKENS).min(seq);
-    prompt.map(|index| stream.token(index)).collect()
 }

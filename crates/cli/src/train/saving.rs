@@ -14,6 +14,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
+use crate::train::documents;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::trainer::Trainer;
 
@@ -262,6 +263,11 @@ impl Contents<'_> {
             sections: Default::default(),
         };
         config.settings.save_into(&mut training);
+        let documents = config.data.documents();
+        if let Some(position) = documents.and_then(|documents| documents.position_after(steps)) {
+            let section = documents::SECTION.to_owned();
+            training.sections.insert(section, position);
+        }
         if let Some(adapters) = adapters {
             adapters.save_into(&mut training);
         }

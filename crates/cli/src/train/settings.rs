@@ -10,6 +10,7 @@ use crate::args::{
 };
 use crate::error::InputError;
 use crate::train::data::Data;
+use crate::train::documents;
 use crate::train::recipe::{NO_DECAY, OPTIMIZER, Recipe};
 
 /// Name of the settings' section in a saved step.
@@ -125,6 +126,10 @@ impl Settings {
                 format!("{name} is {own}, but was {was} when step {step} was saved")
             })
             .collect();
+        if saved.sections.contains_key(documents::SECTION) {
+            // Their position is exact for any batch.
+            return sentences;
+        }
         let batch = self.0.get("--batch").and_then(Value::as_u64);
         let sample = batch.and_then(|batch| step.checked_mul(batch));
         if let Some(sample) = sample.filter(|sample| *sample != saved.data.sample) {
@@ -255,8 +260,10 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
 /// Lists the flags that affect neither batches nor numbers of a training run.
 fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &OutputArgs) {
     let DataArgs {
-        // The text and the tokenizer are compared.
+        // The text and the tokenizer are compared, and so is the position in documents.
         data: _,
+        data_format: _,
+        text_field: _,
         tokenizer: _,
         synthetic: _,
         eval_every: _,

@@ -10,6 +10,7 @@ mod data;
 #[path = "../../../runs/tests/decoder/mod.rs"]
 mod decoder;
 mod devices;
+mod documents;
 mod dumps;
 mod families;
 mod faults;
