@@ -191,9 +191,10 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
         .0
         .compile_for(1e-3, &rows(world, BATCH, 0, &plain))?;
     let kept_peak = MemoryPlan::new(&kept, world.rank())?.peak_bytes();
-    let profile = match arguments.is_profiled {
-        true => profile(step, &rows(world, BATCH, 0, &plain))?,
-        false => String::new(),
+    let profile = if arguments.is_profiled {
+        profile(step, &rows(world, BATCH, 0, &plain))?
+    } else {
+        String::new()
     };
     Ok(Measured {
         eager,

@@ -83,9 +83,10 @@ fn resumed_training_matches_plain_burn() {
         assert_eq!(got.len(), want.len());
         for (step, (got, want)) in got.iter().zip(&want).enumerate() {
             let is_alone = pieces.iter().all(|ranks| ranks.number() == 1);
-            let same = match is_alone {
-                true => got.to_bits() == want.to_bits(),
-                false => (got / want - 1.0).abs() < 1e-5,
+            let same = if is_alone {
+                got.to_bits() == want.to_bits()
+            } else {
+                (got / want - 1.0).abs() < 1e-5
             };
             assert!(same, "{pieces:?}, step {step}: {got}, plain {want}");
         }

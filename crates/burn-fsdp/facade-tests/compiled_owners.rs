@@ -81,9 +81,10 @@ impl ModuleMapper for Fixed {
         let values = (first..self.0).map(|at| ((at * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3);
         let data = TensorData::new(values.collect::<Vec<f32>>(), shape);
         let value = Tensor::from_data(data, &device);
-        let value = match device.is_autodiff() {
-            true => value.require_grad(),
-            false => value,
+        let value = if device.is_autodiff() {
+            value.require_grad()
+        } else {
+            value
         };
         Param::initialized(id, value)
     }
@@ -175,9 +176,12 @@ impl Run {
 
     fn init(&self) -> impl Fn(&Device) -> Net + Send + Copy + use<> {
         let is_frozen = self.is_frozen;
-        move |device: &Device| match is_frozen {
-            true => Net::frozen(device),
-            false => Net::new(device),
+        move |device: &Device| {
+            if is_frozen {
+                Net::frozen(device)
+            } else {
+                Net::new(device)
+            }
         }
     }
 
@@ -510,27 +514,24 @@ fn leg(folder: &Path, run: &Run, is_compiled: bool, until: u64) -> Vec<Params> {
             .as_ref()
             .map_or(0, |saved| saved.index().training.step);
         let (mesh, axis) = (run.mesh(&world)?, "shard");
-        let (taken, whole) = match is_compiled {
-            true => {
-                let mut step = run.step(&world)?;
-                if let Some(saved) = &saved {
-                    restore_compiled(&mut step, saved)?;
-                }
-                run.train(&mut step, [from, until])?;
-                let taken = snapshot_compiled(&mut step, mesh.mesh(), axis)?;
-                (taken, whole(&mut step)?)
+        let (taken, whole) = if is_compiled {
+            let mut step = run.step(&world)?;
+            if let Some(saved) = &saved {
+                restore_compiled(&mut step, saved)?;
             }
-            false => {
-                let (mut net, mut optimizer) = run.sharded(&world)?;
-                if let Some(saved) = &saved {
-                    (net, optimizer) = restore(net, optimizer, saved)?;
-                }
-                for step in from..until {
-                    net = run.eager_step(net, &mut optimizer, (step, world.rank()))?;
-                }
-                let taken = snapshot(&net, &optimizer, mesh.mesh(), axis)?;
-                (taken, params(&net)?)
+            run.train(&mut step, [from, until])?;
+            let taken = snapshot_compiled(&mut step, mesh.mesh(), axis)?;
+            (taken, whole(&mut step)?)
+        } else {
+            let (mut net, mut optimizer) = run.sharded(&world)?;
+            if let Some(saved) = &saved {
+                (net, optimizer) = restore(net, optimizer, saved)?;
             }
+            for step in from..until {
+                net = run.eager_step(net, &mut optimizer, (step, world.rank()))?;
+            }
+            let taken = snapshot(&net, &optimizer, mesh.mesh(), axis)?;
+            (taken, params(&net)?)
         };
         let mut taken = taken;
         let training = TrainingState {

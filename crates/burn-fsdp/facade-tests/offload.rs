@@ -102,9 +102,10 @@ struct Places {
 impl ModuleVisitor for Places {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.base();
-        match value.is_require_grad() {
-            true => self.trained.push(value.device()),
-            false => self.others.push(value.device()),
+        if value.is_require_grad() {
+            self.trained.push(value.device())
+        } else {
+            self.others.push(value.device())
         }
     }
 }

@@ -91,9 +91,10 @@ fn device() -> Device {
 
 /// Returns the layout of ranks: `ranks` in a line, or two copies of half as many.
 fn mesh(world: &ProcessGroup, is_hybrid: bool) -> Result<ProcessMesh, Error> {
-    let layout = match is_hybrid {
-        false => Mesh::line("shard", world.size())?,
-        true => Mesh::new([("replicate", 2), ("shard", world.size() / 2)])?,
+    let layout = if is_hybrid {
+        Mesh::new([("replicate", 2), ("shard", world.size() / 2)])?
+    } else {
+        Mesh::line("shard", world.size())?
     };
     Ok(ProcessMesh::new(world, layout)?)
 }
@@ -227,17 +228,19 @@ fn plain(reason: &str) -> String {
 
 /// The reason why a part of a run was rejected. Panics do not count.
 fn refused(reason: &str) -> Cell {
-    match reason.contains("panicked") {
-        true => Cell::Failed(reason.to_owned()),
-        false => Cell::Refused(plain(reason)),
+    if reason.contains("panicked") {
+        Cell::Failed(reason.to_owned())
+    } else {
+        Cell::Refused(plain(reason))
     }
 }
 
 fn compared(want: &[f64], got: &[f64]) -> Cell {
     let bits = |losses: &[f64]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
-    match bits(want) == bits(got) && want.len() as u64 == STEPS {
-        true => Cell::Bits,
-        false => Cell::Failed(format!("{want:?} without a stop, and {got:?}")),
+    if bits(want) == bits(got) && want.len() as u64 == STEPS {
+        Cell::Bits
+    } else {
+        Cell::Failed(format!("{want:?} without a stop, and {got:?}"))
     }
 }
 

@@ -26,9 +26,10 @@ pub fn keep_freed_memory() -> bool {
         "MALLOC_TOP_PAD_",
         "GLIBC_TUNABLES",
     ];
-    match names.iter().any(|name| std::env::var_os(name).is_some()) {
-        true => false,
-        false => keep(),
+    if names.iter().any(|name| std::env::var_os(name).is_some()) {
+        false
+    } else {
+        keep()
     }
 }
 

@@ -85,9 +85,10 @@ pub fn snapshot_compiled_matching<B: Batch, Be: BackendIr, O>(
         let is_own = !is_trained && held.is_whole();
         regions.push(regions_of(mesh, &layout, &shape, is_own)?);
         let layout = listed(layout);
-        let kind = match is_trained {
-            true => TensorKind::Parameter,
-            false => TensorKind::Buffer,
+        let kind = if is_trained {
+            TensorKind::Parameter
+        } else {
+            TensorKind::Buffer
         };
         let dtype = dtype_of(&path, dtype)?;
         let spec = TensorSpec::new(&path, shape.clone(), dtype, kind, layout.clone());
@@ -194,9 +195,12 @@ fn regions_of(
     shape: &[usize],
     is_own: bool,
 ) -> Result<Vec<Region>, CheckpointError> {
-    let region = |rank: usize| match is_own && rank > 0 {
-        true => Ok(Region::Flat(0..0)),
-        false => layout.region(shape, mesh, rank),
+    let region = |rank: usize| {
+        if is_own && rank > 0 {
+            Ok(Region::Flat(0..0))
+        } else {
+            layout.region(shape, mesh, rank)
+        }
     };
     let regions = (0..mesh.size()).map(region);
     let regions: Result<_, _> = regions.collect();
@@ -315,10 +319,11 @@ fn states_of<B: Batch, Be: BackendIr, O>(
             continue;
         }
         let has_owner = step.layout(path)?.owner.is_some();
-        let place = match spec.shape == entry.shape || has_owner {
-            true => Place::of(step, path, &entry.shape)?,
+        let place = if spec.shape == entry.shape || has_owner {
+            Place::of(step, path, &entry.shape)?
+        } else {
             // A state of a different shape is whole on every rank.
-            false => Place::whole(&entry.shape),
+            Place::whole(&entry.shape)
         };
         let bytes = saved.read(&entry.name, &place.region)?;
         let dtype = burn_dtype(&entry.name, entry.dtype)?;
@@ -333,15 +338,12 @@ fn states_of<B: Batch, Be: BackendIr, O>(
         let Some(spec) = specs.iter().find(|spec| *spec.path == *path) else {
             return Err(lacks(&path, "state".to_owned()));
         };
-        let counters = match spec.is_trained {
-            true => {
-                let state = states.entry(path.clone()).or_insert_with(|| new(&path));
-                &mut state.counters
-            }
-            false => {
-                let state = idle.entry(path.clone()).or_insert_with(|| new_idle(&path));
-                &mut state.counters
-            }
+        let counters = if spec.is_trained {
+            let state = states.entry(path.clone()).or_insert_with(|| new(&path));
+            &mut state.counters
+        } else {
+            let state = idle.entry(path.clone()).or_insert_with(|| new_idle(&path));
+            &mut state.counters
         };
         let numbers = kept
             .scalars
@@ -454,9 +456,12 @@ pub fn load_compiled<M: Module, B: Batch, Be: BackendIr, O>(
         }
     }
     for group in groups {
-        model = load_local_state(model, |tensor| match group.contains(&tensor.path) {
-            true => part_of(step, tensor),
-            false => Ok(None),
+        model = load_local_state(model, |tensor| {
+            if group.contains(&tensor.path) {
+                part_of(step, tensor)
+            } else {
+                Ok(None)
+            }
         })?;
     }
     Ok(model)

@@ -263,9 +263,10 @@ impl StateFile {
             _folder: folder.clone(),
         };
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
-        match checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
-            true => Ok(kept),
-            false => Err(damaged(&"its bytes changed after they were written")),
+        if checksum(&kept.path).map_err(|error| damaged(&error))? == self.checksum {
+            Ok(kept)
+        } else {
+            Err(damaged(&"its bytes changed after they were written"))
         }
     }
 }
@@ -289,12 +290,13 @@ impl KeptFile {
                 *self.is_right.get_or_init(|| found == self.checksum)
             }
         };
-        match is_right {
-            true => Ok(()),
-            false => Err(io::Error::other(format!(
+        if is_right {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!(
                 "{}: its bytes changed after they were written; {DAMAGED}",
                 self.path.display()
-            ))),
+            )))
         }
     }
 }
@@ -417,9 +419,12 @@ const DAMAGED: &str = "do not change the folder during a run; resume from a chec
 
 /// Returns a valid file name from which people can recognize the unit.
 fn file_name(number: usize, unit: &str) -> String {
-    let plain = |c: char| match c.is_ascii_alphanumeric() || c == '.' || c == '_' {
-        true => c,
-        false => '-',
+    let plain = |c: char| {
+        if c.is_ascii_alphanumeric() || c == '.' || c == '_' {
+            c
+        } else {
+            '-'
+        }
     };
     let unit: String = unit.chars().map(plain).take(80).collect();
     format!("{number:05}-{unit}.bpk")

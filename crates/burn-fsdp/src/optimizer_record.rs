@@ -244,9 +244,10 @@ pub(crate) fn check_taken(
             Err(optimizer_error(format!(
                 "the step has {fields:?}, but the optimizer {} `{}`; configure the optimizer like the one that was \
                  saved",
-                match names.contains(*name) {
-                    true => "does not accept the state with",
-                    false => "needs",
+                if names.contains(*name) {
+                    "does not accept the state with"
+                } else {
+                    "needs"
                 },
                 field_of(name)
             )))

@@ -47,8 +47,9 @@ where
     M: Module + Sync + 'static,
     F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
 {
-    match is_traced() {
-        true => traced_region(&input.device(), || forward(module, input)),
-        false => burn_fsdp_shard::recompute(module, input, forward),
+    if is_traced() {
+        traced_region(&input.device(), || forward(module, input))
+    } else {
+        burn_fsdp_shard::recompute(module, input, forward)
     }
 }

@@ -105,9 +105,12 @@ pub fn restore_matching<M: Module>(
     for tensor in state.iter().filter(|tensor| is_wanted(&tensor.path)) {
         check_scale(tensor, step.tensor(names[&tensor.path].first())?)?;
     }
-    load_local_state(model, |tensor| match is_wanted(&tensor.path) {
-        true => Ok(Some(names[&tensor.path].read(step, &region_of(tensor))?)),
-        false => Ok(None),
+    load_local_state(model, |tensor| {
+        if is_wanted(&tensor.path) {
+            Ok(Some(names[&tensor.path].read(step, &region_of(tensor))?))
+        } else {
+            Ok(None)
+        }
     })
 }
 
@@ -154,9 +157,10 @@ pub(crate) fn restore_optimizer<M: Module>(
         });
     }
     let read = |state: &WholeState, range: Range<usize>| {
-        let region = match range.len() == state.shape.iter().product::<usize>() {
-            true => Region::whole(&state.shape),
-            false => Region::Flat(range),
+        let region = if range.len() == state.shape.iter().product::<usize>() {
+            Region::whole(&state.shape)
+        } else {
+            Region::Flat(range)
         };
         Ok(step.read(&state.name, &region)?)
     };

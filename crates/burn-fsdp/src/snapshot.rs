@@ -286,9 +286,10 @@ impl Ranks<'_> {
                 return Ok(spec.layout.region(&spec.shape, self.mesh, rank)?);
             }
         };
-        Ok(match is_holder {
-            true => Region::whole(&spec.shape),
-            false => Region::Flat(0..0),
+        Ok(if is_holder {
+            Region::whole(&spec.shape)
+        } else {
+            Region::Flat(0..0)
         })
     }
 
@@ -303,9 +304,10 @@ impl Ranks<'_> {
         }
         let flat = Partition::flat(partition.num_elements(), partition.num_shards());
         let is_flat = partition.sole_owner().is_some() || flat.as_ref() == Ok(partition);
-        Ok(match is_flat {
-            true => Layout::flat(self.mesh, self.axis)?,
-            false => Layout::dim(self.mesh, self.axis, 0)?,
+        Ok(if is_flat {
+            Layout::flat(self.mesh, self.axis)?
+        } else {
+            Layout::dim(self.mesh, self.axis, 0)?
         })
     }
 }

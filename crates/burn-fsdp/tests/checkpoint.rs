@@ -30,9 +30,12 @@ fn batch(rank: usize, step: usize, device: &Device) -> [Tensor<2, Int>; 2] {
 
 fn loss(model: &Gpt, rank: usize, step: usize, device: &Device, checkpoints: bool) -> Tensor<1> {
     let [inputs, targets] = batch(rank, step, device);
-    model.loss_with(inputs, targets, |block, x, batch| match checkpoints {
-        true => recompute(block, x, move |block: &Block, x| block.forward(x, batch)),
-        false => block.forward(x, batch),
+    model.loss_with(inputs, targets, |block, x, batch| {
+        if checkpoints {
+            recompute(block, x, move |block: &Block, x| block.forward(x, batch))
+        } else {
+            block.forward(x, batch)
+        }
     })
 }
 

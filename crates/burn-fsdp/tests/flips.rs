@@ -93,9 +93,10 @@ impl Training {
 
     /// Trains on one rank until the end or the first error.
     fn run(&self, world: &ProcessGroup) -> Result<(), String> {
-        match self.is_compiled {
-            true => self.compiled(world),
-            false => self.eager(world).map_err(|error| error.to_string()),
+        if self.is_compiled {
+            self.compiled(world)
+        } else {
+            self.eager(world).map_err(|error| error.to_string())
         }
     }
 
@@ -155,9 +156,10 @@ impl Training {
 
     /// Returns a folder that all ranks know.
     fn folder(&self, world: &ProcessGroup) -> Result<std::path::PathBuf, Error> {
-        let own = match world.rank() == 0 && self.wanders {
-            true => tempfile::tempdir().expect("a folder").keep(),
-            false => std::path::PathBuf::new(),
+        let own = if world.rank() == 0 && self.wanders {
+            tempfile::tempdir().expect("a folder").keep()
+        } else {
+            std::path::PathBuf::new()
         };
         let own = own.into_os_string().into_encoded_bytes();
         let told = world.exchange("folder", own)?;
@@ -200,9 +202,10 @@ impl Training {
         for number in 0..self.steps {
             world.begin_step(number);
             let own = |micro: u64| batch(2 * number + micro, world.rank(), &device);
-            match self.accumulates {
-                true => step.step_accumulated(1e-2, &[own(0), own(1)]),
-                false => step.step(1e-2, &own(0)),
+            if self.accumulates {
+                step.step_accumulated(1e-2, &[own(0), own(1)])
+            } else {
+                step.step(1e-2, &own(0))
             }
             .map_err(text)?;
             if self.wanders && number % 7 == 2 {
@@ -270,10 +273,7 @@ impl Flip {
                 is_compiled: draw.of(&[false, true]),
                 num_ranks,
                 strategy,
-                num_replicas: match is_hybrid {
-                    true => draw.of(&[1, 2]),
-                    false => 1,
-                },
+                num_replicas: if is_hybrid { draw.of(&[1, 2]) } else { 1 },
                 clips: draw.of(&[false, true]),
                 accumulates: draw.of(&[false, true]),
                 wanders: false,

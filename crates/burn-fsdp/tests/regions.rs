@@ -100,10 +100,9 @@ fn mask(output: &Tensor<2>, probability: f64) -> TensorData {
     let factor = 1.0 / (1.0 - probability) as f32;
     let values = output.to_data().convert::<f32>();
     let values = values.try_to_vec::<f32>().expect("floats");
-    let mask = values.iter().map(|value| match *value == 0.0 {
-        true => 0.0,
-        false => factor,
-    });
+    let mask = values
+        .iter()
+        .map(|value| if *value == 0.0 { 0.0 } else { factor });
     TensorData::new(mask.collect::<Vec<f32>>(), output.dims())
 }
 

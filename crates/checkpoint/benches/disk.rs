@@ -185,15 +185,12 @@ impl Bench {
     fn round(&mut self) -> Result<[f64; KINDS.len()], Failure> {
         self.step += 1;
         // Each goes first in half of the rounds.
-        let (raw_write, save) = match self.step.is_multiple_of(2) {
-            true => {
-                let save = self.save()?;
-                (self.raw_write()?, save)
-            }
-            false => {
-                let raw_write = self.raw_write()?;
-                (raw_write, self.save()?)
-            }
+        let (raw_write, save) = if self.step.is_multiple_of(2) {
+            let save = self.save()?;
+            (self.raw_write()?, save)
+        } else {
+            let raw_write = self.raw_write()?;
+            (raw_write, self.save()?)
         };
         let checkpoints = Checkpoints::new(self.dir.join("run"));
         let entries = std::fs::read_dir(checkpoints.path(self.step))?;
@@ -204,9 +201,10 @@ impl Bench {
         let mut load_cold = 0.0;
         for is_raw in [self.step.is_multiple_of(2), !self.step.is_multiple_of(2)] {
             drop_from_cache(&saved)?;
-            match is_raw {
-                true => raw_read_cold = self.raw_read(&saved)?,
-                false => load_cold = self.load(Verification::Chunks)?,
+            if is_raw {
+                raw_read_cold = self.raw_read(&saved)?
+            } else {
+                load_cold = self.load(Verification::Chunks)?
             }
         }
         let raw_read_warm = self.raw_read(&saved)?;
@@ -288,9 +286,10 @@ impl Bench {
             }
             Ok(())
         })?;
-        match self.loaded == self.held {
-            true => Ok(seconds),
-            false => Err("what was loaded is not what was saved".into()),
+        if self.loaded == self.held {
+            Ok(seconds)
+        } else {
+            Err("what was loaded is not what was saved".into())
         }
     }
 }

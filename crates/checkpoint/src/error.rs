@@ -412,8 +412,9 @@ fn list(names: &[String]) -> String {
         .take(SHOWN)
         .map(|name| format!("{:?}", crate::shortened(name)))
         .collect();
-    match names.len() > SHOWN {
-        true => format!("{}, ...", shown.join(", ")),
-        false => shown.join(", "),
+    if names.len() > SHOWN {
+        format!("{}, ...", shown.join(", "))
+    } else {
+        shown.join(", ")
     }
 }

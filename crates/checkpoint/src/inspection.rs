@@ -222,9 +222,12 @@ impl Inspection {
 /// Escapes the control characters of a name, which could move a terminal's cursor.
 fn shown(name: &str) -> String {
     name.chars()
-        .flat_map(|c| match c.is_control() {
-            true => c.escape_default().collect::<Vec<_>>(),
-            false => vec![c],
+        .flat_map(|c| {
+            if c.is_control() {
+                c.escape_default().collect::<Vec<_>>()
+            } else {
+                vec![c]
+            }
         })
         .collect()
 }

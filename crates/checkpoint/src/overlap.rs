@@ -43,9 +43,10 @@ impl Runs {
                 let mut is_run = true;
                 for dim in (0..shape.len()).rev() {
                     base += offsets[dim] * stride;
-                    match is_run {
-                        true => run_len *= sizes[dim],
-                        false => dims.push((sizes[dim], stride)),
+                    if is_run {
+                        run_len *= sizes[dim]
+                    } else {
+                        dims.push((sizes[dim], stride))
                     }
                     is_run &= sizes[dim] == shape[dim];
                     stride *= shape[dim];
@@ -77,9 +78,10 @@ impl Runs {
         let (mut low, mut high) = (from, self.num_runs);
         while low < high {
             let middle = low + (high - low) / 2;
-            match self.run(middle).end > element {
-                true => high = middle,
-                false => low = middle + 1,
+            if self.run(middle).end > element {
+                high = middle
+            } else {
+                low = middle + 1
             }
         }
         low

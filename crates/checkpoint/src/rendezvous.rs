@@ -130,9 +130,10 @@ impl ThreadRendezvous {
         const LONGEST: Duration = Duration::from_secs(1 << 31);
         let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {
-            let problem = match problem.ends_with("in time") {
-                true => format!("{problem} ({:?})", self.deadline),
-                false => problem,
+            let problem = if problem.ends_with("in time") {
+                format!("{problem} ({:?})", self.deadline)
+            } else {
+                problem
             };
             self.failure = Some(problem.clone());
             problem.into()

@@ -194,12 +194,13 @@ impl Step {
             .filter(|tensor| !known.contains(tensor.name.as_str()))
             .map(|tensor| tensor.name.clone())
             .collect();
-        match names.is_empty() {
-            true => Ok(()),
-            false => Err(Error::Unexpected {
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::Unexpected {
                 path: path(),
                 names,
-            }),
+            })
         }
     }
 

@@ -190,9 +190,10 @@ fn keep_last_never_removes_the_newest_good_step() {
         let path = checkpoints.path(step).join("rank-00001.safetensors");
         let mut bytes = memory.read(&path).expect("there");
         let last = bytes.len() - 1;
-        match cut {
-            true => bytes.truncate(last),
-            false => bytes[last] ^= 1,
+        if cut {
+            bytes.truncate(last)
+        } else {
+            bytes[last] ^= 1
         }
         memory.write(&path, bytes).expect("in memory");
     };

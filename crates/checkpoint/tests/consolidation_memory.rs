@@ -94,9 +94,10 @@ fn no_tensor_is_held_whole() {
             let file = std::fs::read(written.files.last().expect("a file")).expect("there");
             let tensor = &file[file.len() - TENSOR..];
             for index in [0, 1, SHAPE[0], SHAPE[1], TENSOR / 4 - 1] {
-                let place = match is_transposed {
-                    false => index,
-                    true => index % SHAPE[0] * SHAPE[1] + index / SHAPE[0],
+                let place = if is_transposed {
+                    index % SHAPE[0] * SHAPE[1] + index / SHAPE[0]
+                } else {
+                    index
                 };
                 let got = tensor[4 * index..4 * index + 4].try_into();
                 let got = f32::from_le_bytes(got.expect("four bytes"));

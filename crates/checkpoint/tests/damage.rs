@@ -24,9 +24,10 @@ fn bit_flips_and_truncations_are_located() {
         let number = random.random_range(0..FILES.len());
         let mut bytes = whole[number].clone();
         // Half of the positions are in the first kilobytes, where the headers are.
-        let most = match random.random_bool(0.5) {
-            true => bytes.len(),
-            false => bytes.len().min(4096),
+        let most = if random.random_bool(0.5) {
+            bytes.len()
+        } else {
+            bytes.len().min(4096)
         };
         let place = random.random_range(0..most);
         let is_flip = random.random_bool(0.7);

@@ -198,9 +198,10 @@ impl Storage for Away {
         self.inner.create_file(path)
     }
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn ReadFile>> {
-        match (self.fails)(path) {
-            true => Err(self.kind.into()),
-            false => self.inner.open_file(path),
+        if (self.fails)(path) {
+            Err(self.kind.into())
+        } else {
+            self.inner.open_file(path)
         }
     }
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>> {

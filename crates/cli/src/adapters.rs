@@ -128,13 +128,14 @@ pub(crate) fn check_sizes(
     own: Option<AdapterSizes>,
 ) -> Result<(), InputError> {
     let found = Adapters::of_step(saved).map(|adapters| adapters.sizes);
-    match found == own {
-        true => Ok(()),
-        false => Err(InputError::OtherAdapters {
+    if found == own {
+        Ok(())
+    } else {
+        Err(InputError::OtherAdapters {
             step: saved.step,
             found: described(found),
             expected: described(own),
-        }),
+        })
     }
 }
 

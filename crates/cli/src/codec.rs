@@ -49,9 +49,10 @@ impl TokenizerArg {
 
 impl From<OsString> for TokenizerArg {
     fn from(text: OsString) -> Self {
-        match text == "bytes" {
-            true => Self::Bytes,
-            false => Self::File(text.into()),
+        if text == "bytes" {
+            Self::Bytes
+        } else {
+            Self::File(text.into())
         }
     }
 }

@@ -172,9 +172,10 @@ fn check_graphs(
     }
     // The text of the next run would include the graphs of this one.
     let data = args.data.data.as_ref();
-    match data.is_some_and(|data| identity(data).starts_with(&own)) {
-        true => Err(refused("contains the text of --data; name another folder")),
-        false => Ok(()),
+    if data.is_some_and(|data| identity(data).starts_with(&own)) {
+        Err(refused("contains the text of --data; name another folder"))
+    } else {
+        Ok(())
     }
 }
 
@@ -243,9 +244,10 @@ pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputE
         Some(above) if !above.is_dir() => Err(InputError::Output {
             flag,
             path: path.to_owned(),
-            problem: match above == path {
-                true => "is not a folder; name a folder".to_owned(),
-                false => format!("{} is not a folder; name another path", above.display()),
+            problem: if above == path {
+                "is not a folder; name a folder".to_owned()
+            } else {
+                format!("{} is not a folder; name another path", above.display())
             },
         }),
         _ => Ok(()),

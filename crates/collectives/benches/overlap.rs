@@ -123,9 +123,10 @@ fn measure(
     let start = || {
         let part = vec![Part::new(own.clone(), partition, ElementType::F32)];
         let into = vec![world.pool().take(if gather { size } else { shard_bytes })];
-        match gather {
-            true => world.start_all_gather("gather", Vec::new(), part, into),
-            false => world.start_reduce_scatter("reduce", Vec::new(), Reduction::sum(), part, into),
+        if gather {
+            world.start_all_gather("gather", Vec::new(), part, into)
+        } else {
+            world.start_reduce_scatter("reduce", Vec::new(), Reduction::sum(), part, into)
         }
     };
     let timed = |what: &dyn Fn() -> Result<(), Error>| {

@@ -24,9 +24,10 @@ struct Fickle {
 
 impl AsRef<[u8]> for Fickle {
     fn as_ref(&self) -> &[u8] {
-        match self.is_wrong.load(Ordering::Acquire) {
-            true => &self.wrong,
-            false => &self.right,
+        if self.is_wrong.load(Ordering::Acquire) {
+            &self.wrong
+        } else {
+            &self.right
         }
     }
 }
@@ -260,12 +261,11 @@ fn a_changed_sealed_shard_is_reported_for_any_receiver() {
             held[3] ^= u8::from(is_faulty) << 6;
             let source = Source::new(held).sealed(seal, || "the shard of `a`".into());
             let parts = vec![Part::new(source, partition, ElementType::U8)];
-            let pending = match world.rank() < receivers {
-                true => {
-                    let into = vec![world.pool().take(7 * size)];
-                    world.start_all_gather("it", vec![], parts, into)
-                }
-                false => world.join_all_gather("it", vec![], parts),
+            let pending = if world.rank() < receivers {
+                let into = vec![world.pool().take(7 * size)];
+                world.start_all_gather("it", vec![], parts, into)
+            } else {
+                world.join_all_gather("it", vec![], parts)
             };
             let got = pending.and_then(Pending::wait);
             Ok::<_, Error>(got.and_then(|_| world.barrier("what it was")))

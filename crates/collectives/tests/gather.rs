@@ -90,9 +90,10 @@ fn broadcast_gives_the_roots_tensor() {
     for root in 0..3 {
         let received = run(3, move |world| {
             let is_root = world.rank() == root;
-            let part = match is_root {
-                true => full(&world, 11),
-                false => FullPart::absent(11, ElementType::F32),
+            let part = if is_root {
+                full(&world, 11)
+            } else {
+                FullPart::absent(11, ElementType::F32)
             };
             let into = if is_root {
                 vec![]
@@ -107,9 +108,10 @@ fn broadcast_gives_the_roots_tensor() {
                 .collect::<Vec<_>>())
         });
         for (rank, received) in received.into_iter().enumerate() {
-            match rank == root {
-                true => assert!(received.is_empty()),
-                false => assert_eq!(received, [floats(root, 11)]),
+            if rank == root {
+                assert!(received.is_empty())
+            } else {
+                assert_eq!(received, [floats(root, 11)])
             }
         }
     }

@@ -90,9 +90,10 @@ impl Encoder {
         }
         let mut is_first = true;
         for (text, is_learned) in parts.iter().filter(|(text, _)| !text.is_empty()) {
-            let tokens = match is_first {
-                true => self.tokenizer.encode(text),
-                false => self.tokenizer.encode_continuation(text),
+            let tokens = if is_first {
+                self.tokenizer.encode(text)
+            } else {
+                self.tokenizer.encode_continuation(text)
             };
             let tokens = tokens.map_err(|problem| DataError::Tokenize {
                 path: at.path.to_owned(),

@@ -152,16 +152,18 @@ fn broadcast(group: &ProcessGroup) -> Outcome {
     for root in 0..group.size() {
         for len in [11, 0] {
             let is_root = group.rank() == root;
-            let part = match is_root {
-                true => FullPart::new(source(&floats(root, len)), ElementType::F32),
-                false => FullPart::absent(len, ElementType::F32),
+            let part = if is_root {
+                FullPart::new(source(&floats(root, len)), ElementType::F32)
+            } else {
+                FullPart::absent(len, ElementType::F32)
             };
             let into = (!is_root).then(|| group.pool().take(4 * len));
             let into = into.into_iter().collect();
             let received = group.broadcast("x", vec![], root, vec![part], into)?;
-            match is_root {
-                true => assert!(received.buffers.is_empty()),
-                false => assert_eq!(values::<f32>(&received, 0), floats(root, len)),
+            if is_root {
+                assert!(received.buffers.is_empty())
+            } else {
+                assert_eq!(values::<f32>(&received, 0), floats(root, len))
             }
         }
     }
@@ -172,9 +174,10 @@ fn scatter(group: &ProcessGroup) -> Outcome {
     let root = group.size() / 2;
     for len in SIZES {
         let partition = flat(group, len);
-        let part = match group.rank() == root {
-            true => Part::new(source(&floats(root, len)), partition, ElementType::F32),
-            false => Part::absent(partition, ElementType::F32),
+        let part = if group.rank() == root {
+            Part::new(source(&floats(root, len)), partition, ElementType::F32)
+        } else {
+            Part::absent(partition, ElementType::F32)
         };
         let into = vec![group.pool().take(4 * partition.len(group.rank()))];
         let received = group.scatter("x", vec![], root, vec![part], into)?;
@@ -190,9 +193,10 @@ fn gather(group: &ProcessGroup) -> Outcome {
         let into = (group.rank() == root).then(|| group.pool().take(4 * len));
         let into = into.into_iter().collect();
         let received = group.gather("x", vec![], root, vec![counting(group, len)], into)?;
-        match group.rank() == root {
-            true => assert_eq!(values::<f32>(&received, 0), counted(len)),
-            false => assert!(received.buffers.is_empty()),
+        if group.rank() == root {
+            assert_eq!(values::<f32>(&received, 0), counted(len))
+        } else {
+            assert!(received.buffers.is_empty())
         }
     }
     Ok(())

@@ -26,9 +26,12 @@ pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
             of_type::<f32>(&lhs, &rhs)
         }
         (DType::BF16, DType::BF16) => {
-            let [lhs, rhs] = [lhs, rhs].map(|tensor| match is_forward(&tensor) {
-                true => tensor,
-                false => tensor.to_contiguous(),
+            let [lhs, rhs] = [lhs, rhs].map(|tensor| {
+                if is_forward(&tensor) {
+                    tensor
+                } else {
+                    tensor.to_contiguous()
+                }
             });
             of_type::<bf16>(&lhs, &rhs)
         }
@@ -63,9 +66,12 @@ pub(crate) fn add_matmul(
     into: &mut [f32],
     [row_len, first]: [usize; 2],
 ) {
-    let [lhs, rhs] = [lhs, rhs].map(|tensor| match tensor.layout().has_positive_strides() {
-        true => tensor,
-        false => tensor.to_contiguous(),
+    let [lhs, rhs] = [lhs, rhs].map(|tensor| {
+        if tensor.layout().has_positive_strides() {
+            tensor
+        } else {
+            tensor.to_contiguous()
+        }
     });
     let (left, right) = (Batch::<f32>::of(&lhs), Batch::of(&rhs));
     let batch = [lhs.layout().shape()[0]];

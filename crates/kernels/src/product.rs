@@ -64,9 +64,10 @@ pub(crate) fn products<'a, T: Factor>(
     };
     let of_batch = size.saturating_mul(num_products);
     let is_many = num_products >= 4 && of_batch >= LARGE_BATCH;
-    let by = match size >= LARGE && !is_many {
-        true => Threads::Pool,
-        false => Threads::One,
+    let by = if size >= LARGE && !is_many {
+        Threads::Pool
+    } else {
+        Threads::One
     };
     // Each part has the size of one product, which `multiply` checks, and all parts are written.
     if by == Threads::One && num_products > 1 && of_batch >= LARGE_BATCH {
@@ -282,9 +283,10 @@ impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            match widened::has_fast_halves() {
-                true => multiply_halves(lhs, rhs, out),
-                false => multiply_widened(lhs, rhs, out),
+            if widened::has_fast_halves() {
+                multiply_halves(lhs, rhs, out)
+            } else {
+                multiply_widened(lhs, rhs, out)
             }
         }
     }
@@ -362,10 +364,7 @@ mod tests {
     }
 
     fn strides(is_turned: bool, [rows, columns]: [usize; 2]) -> [usize; 2] {
-        match is_turned {
-            true => [1, rows],
-            false => [columns, 1],
-        }
+        if is_turned { [1, rows] } else { [columns, 1] }
     }
 
     /// Compares both methods, regardless of the processor, with sums in 64 bits. The sizes have one part or several,

@@ -299,12 +299,13 @@ fn softmax_of_any_rows_matches_burn() {
             let x = Tensor::<3>::from_data(data.clone(), (&device, DType::F64)).require_grad();
             let weights = TensorData::new(rows_of(shape, None), shape);
             for is_log in [false, true] {
-                let (of, gradient_of) = match is_log {
-                    true => (
+                let (of, gradient_of) = if is_log {
+                    (
                         FusedOperation::LogSoftmax,
                         FusedOperation::LogSoftmaxBackward,
-                    ),
-                    false => (FusedOperation::Softmax, FusedOperation::SoftmaxBackward),
+                    )
+                } else {
+                    (FusedOperation::Softmax, FusedOperation::SoftmaxBackward)
                 };
                 let what = format!("{of:?} of {shape:?} with {special:?}");
                 if shape.contains(&0) {
@@ -313,9 +314,10 @@ fn softmax_of_any_rows_matches_burn() {
                     assert!(fused.is_empty(), "{what}");
                     continue;
                 }
-                let y = match is_log {
-                    true => activation::log_softmax(x.clone(), 2),
-                    false => activation::softmax(x.clone(), 2),
+                let y = if is_log {
+                    activation::log_softmax(x.clone(), 2)
+                } else {
+                    activation::softmax(x.clone(), 2)
                 };
                 let expected = values(y.clone().inner().cast(DType::F32));
                 let fused = run(of, vec![FlexTensor::from_data(data.clone())]);

@@ -34,9 +34,10 @@ pub(crate) const CONFLICT: usize = 1024;
 pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
     let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
     let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
-    match is_copied {
-        true => strips(columns).map(|strip| strip.len()).max().unwrap_or(0),
-        false => 0,
+    if is_copied {
+        strips(columns).map(|strip| strip.len()).max().unwrap_or(0)
+    } else {
+        0
     }
 }
 
@@ -45,9 +46,10 @@ pub(crate) fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize;
 pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     let num_strips = (columns / STRIP).max(1);
     (0..num_strips).map(move |strip| {
-        let end = match strip + 1 == num_strips {
-            true => columns,
-            false => (strip + 1) * STRIP,
+        let end = if strip + 1 == num_strips {
+            columns
+        } else {
+            (strip + 1) * STRIP
         };
         strip * STRIP..end
     })

@@ -92,9 +92,10 @@ fn parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
         if start == len {
             return None;
         }
-        let end = match len - start <= most + FEW {
-            true => len,
-            false => start + most,
+        let end = if len - start <= most + FEW {
+            len
+        } else {
+            start + most
         };
         let part = start..end;
         start = end;
@@ -106,34 +107,38 @@ fn parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
 fn widen<'a>(halves: Matrix<'_, bf16>, copy: &'a mut Vec<f32>) -> Matrix<'a, f32> {
     let (rows, columns) = (halves.rows, halves.columns);
     let is_turned = halves.strides[1] != 1 && halves.strides[0] == 1;
-    let (num_lines, len) = match is_turned {
-        true => (columns, rows),
-        false => (rows, columns),
+    let (num_lines, len) = if is_turned {
+        (columns, rows)
+    } else {
+        (rows, columns)
     };
     let between = line_stride(len);
     copy.resize(num_lines * between, 0.0);
     vectorized(Lines {
         halves: halves.elements,
-        strides: match is_turned {
-            true => [halves.strides[1], 1],
-            false => halves.strides,
+        strides: if is_turned {
+            [halves.strides[1], 1]
+        } else {
+            halves.strides
         },
         floats: copy,
         len,
         between,
     });
-    let strides = match is_turned {
-        true => [1, between],
-        false => [between, 1],
+    let strides = if is_turned {
+        [1, between]
+    } else {
+        [between, 1]
     };
     Matrix::new(copy, [rows, columns], strides)
 }
 
 /// Returns a distance between the starts of a copy's lines that keeps them from sharing cache sets.
 fn line_stride(len: usize) -> usize {
-    match len > 0 && (len * size_of::<f32>()).is_multiple_of(CONFLICT) {
-        true => len + BLOCK,
-        false => len,
+    if len > 0 && (len * size_of::<f32>()).is_multiple_of(CONFLICT) {
+        len + BLOCK
+    } else {
+        len
     }
 }
 

@@ -23,19 +23,17 @@ pub fn reduce(value: u128) -> Element {
     let low = (value as u64) & MODULUS;
     let folded = low as u128 + (value >> 61);
     let folded = ((folded as u64) & MODULUS) + (folded >> 61) as u64;
-    match folded >= MODULUS {
-        true => folded - MODULUS,
-        false => folded,
+    if folded >= MODULUS {
+        folded - MODULUS
+    } else {
+        folded
     }
 }
 
 /// Returns the sum.
 pub fn add(a: Element, b: Element) -> Element {
     let sum = a + b;
-    match sum >= MODULUS {
-        true => sum - MODULUS,
-        false => sum,
-    }
+    if sum >= MODULUS { sum - MODULUS } else { sum }
 }
 
 /// Returns the additive inverse of `a`.
@@ -82,10 +80,7 @@ pub fn div(a: Element, b: Element) -> Element {
 /// Returns the element that represents an integer.
 pub fn of_integer(value: i64) -> Element {
     let magnitude = reduce(u128::from(value.unsigned_abs()));
-    match value < 0 {
-        true => neg(magnitude),
-        false => magnitude,
-    }
+    if value < 0 { neg(magnitude) } else { magnitude }
 }
 
 /// Returns the element that represents a finite number.
@@ -109,14 +104,12 @@ pub fn of_number(value: f64) -> Element {
         _ => (fraction | (1 << 52), exponent - 1075),
     };
     let scale = power(2, exponent.unsigned_abs());
-    let scale = match exponent < 0 {
-        true => inverse(scale),
-        false => scale,
-    };
+    let scale = if exponent < 0 { inverse(scale) } else { scale };
     let magnitude = mul(mantissa, scale);
-    match value < 0.0 {
-        true => neg(magnitude),
-        false => magnitude,
+    if value < 0.0 {
+        neg(magnitude)
+    } else {
+        magnitude
     }
 }
 

@@ -155,9 +155,12 @@ impl Layout {
 
     fn along(mesh: &Mesh, axis: &str, dim: usize, cut: Cut) -> Result<Self, Error> {
         mesh.axis(axis)?;
-        let placement = |name: &str| match name == axis {
-            true => Placement::Shard(dim),
-            false => Placement::Replicate,
+        let placement = |name: &str| {
+            if name == axis {
+                Placement::Shard(dim)
+            } else {
+                Placement::Replicate
+            }
         };
         Ok(Self {
             placements: mesh.axes().iter().map(|a| placement(&a.name)).collect(),

@@ -164,9 +164,10 @@ impl Measure {
 
 /// Returns the larger number, or NaN if one of them is NaN.
 fn larger(one: f64, other: f64) -> f64 {
-    match one >= other || one.is_nan() {
-        true => one,
-        false => other,
+    if one >= other || one.is_nan() {
+        one
+    } else {
+        other
     }
 }
 

@@ -115,11 +115,12 @@ impl Partition {
             .split_first()
             .map_or((1, shape), |(n, dims)| (*n, dims));
         // An empty dim makes the tensor empty, even if the product of the other dims would overflow.
-        let row_len = match row_dims.contains(&0) {
-            true => Some(0),
-            false => row_dims
+        let row_len = if row_dims.contains(&0) {
+            Some(0)
+        } else {
+            row_dims
                 .iter()
-                .try_fold(1usize, |len, dim| len.checked_mul(*dim)),
+                .try_fold(1usize, |len, dim| len.checked_mul(*dim))
         };
         let too_many = || Error::TooManyElements {
             shape: shape.to_vec(),

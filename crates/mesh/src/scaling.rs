@@ -126,9 +126,10 @@ impl LossScaling {
             };
         }
         let grown = state.scale * self.growth_factor;
-        let scale = match grown <= f64::from(f32::MAX) {
-            true => grown,
-            false => state.scale,
+        let scale = if grown <= f64::from(f32::MAX) {
+            grown
+        } else {
+            state.scale
         };
         LossScalerState {
             scale,

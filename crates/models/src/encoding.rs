@@ -83,9 +83,12 @@ impl Marked {
                 if !(rest.is_empty() || is_cut) {
                     return None;
                 }
-                let unit = |unit: &[u8; 2]| match is_big_endian {
-                    true => u16::from_be_bytes(*unit),
-                    false => u16::from_le_bytes(*unit),
+                let unit = |unit: &[u8; 2]| {
+                    if is_big_endian {
+                        u16::from_be_bytes(*unit)
+                    } else {
+                        u16::from_le_bytes(*unit)
+                    }
                 };
                 let mut units: Vec<u16> = units.iter().map(unit).collect();
                 if is_cut
@@ -103,9 +106,10 @@ impl Marked {
                     return None;
                 }
                 let char_of = |unit: &[u8; 4]| {
-                    char::from_u32(match is_big_endian {
-                        true => u32::from_be_bytes(*unit),
-                        false => u32::from_le_bytes(*unit),
+                    char::from_u32(if is_big_endian {
+                        u32::from_be_bytes(*unit)
+                    } else {
+                        u32::from_le_bytes(*unit)
                     })
                 };
                 units.iter().map(char_of).collect::<Option<String>>()?
@@ -145,9 +149,10 @@ pub(crate) fn text_of(bytes: Vec<u8>, is_cut: bool) -> Result<(Vec<u8>, Option<R
     if is_full_of_controls(&text) {
         return Err(text);
     }
-    match is_utf8(&text, is_cut) {
-        true => Ok((text, remark)),
-        false => Ok((text, Some(Remark::NotUtf8))),
+    if is_utf8(&text, is_cut) {
+        Ok((text, remark))
+    } else {
+        Ok((text, Some(Remark::NotUtf8)))
     }
 }
 

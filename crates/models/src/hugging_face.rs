@@ -35,11 +35,12 @@ impl Kind {
         }
         let classes = settings.given("architectures").and_then(Value::as_array);
         let mut classes = classes.into_iter().flatten().filter_map(Value::as_str);
-        match classes.any(|class| class.starts_with("GPT2")) {
-            true => Ok(Self::Gpt2),
-            false => Err(format!(
+        if classes.any(|class| class.starts_with("GPT2")) {
+            Ok(Self::Gpt2)
+        } else {
+            Err(format!(
                 "`model_type` is missing; add one of {known}, whichever applies, or {own}"
-            )),
+            ))
         }
     }
 }

@@ -112,9 +112,10 @@ impl ModuleAdapter for Given {
         let num_bytes = shape.iter().product::<usize>() * size_of::<f32>();
         PackedTensor::deferred(name, DType::F32, shape, None, num_bytes, move || {
             let data = value(&spec).map_err(|error| PackError::IoError(error.to_string()))?;
-            let data = match spec.is_transposed {
-                true => transposed(data),
-                false => data,
+            let data = if spec.is_transposed {
+                transposed(data)
+            } else {
+                data
             };
             Ok(Bytes::from_bytes_vec(data.as_bytes().to_vec()))
         })

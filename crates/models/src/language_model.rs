@@ -62,9 +62,10 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     ) -> Tensor<1> {
         let [batch, time] = targets.dims();
         let logits = self.logits_by(tokens, run);
-        let logits = match logits.dtype().size() < 4 {
-            true => logits.cast(DType::F32),
-            false => logits,
+        let logits = if logits.dtype().size() < 4 {
+            logits.cast(DType::F32)
+        } else {
+            logits
         };
         cross_entropy(logits, targets.reshape([batch * time]))
     }

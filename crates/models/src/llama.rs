@@ -53,9 +53,10 @@ impl LlamaConfig {
                 .map(|layer| LlamaBlock::new(self, layer, &mut values))
                 .collect(),
             norm: Norm::new(self, self.dim, device),
-            output: match self.variant.has_tied_head {
-                true => None,
-                false => Some(linear(&mut values, self.dim, self.vocab, false)),
+            output: if self.variant.has_tied_head {
+                None
+            } else {
+                Some(linear(&mut values, self.dim, self.vocab, false))
             },
             sizes: *self,
         })
@@ -127,9 +128,10 @@ impl LanguageModel for Llama {
 
     fn embed(&self, tokens: Tensor<2, Int>, _start: usize) -> Tensor<2> {
         let x = self.tok_embeddings.forward(tokens).flatten(0, 1);
-        match self.sizes.variant.family.scales_embeddings() {
-            true => x.mul_scalar((self.sizes.dim as f64).sqrt()),
-            false => x,
+        if self.sizes.variant.family.scales_embeddings() {
+            x.mul_scalar((self.sizes.dim as f64).sqrt())
+        } else {
+            x
         }
     }
 

@@ -98,9 +98,10 @@ impl LlamaBlock {
         let (has_qkv_bias, biases) = (variant.has_qkv_bias(), variant.biases);
         let norm = |dim| Norm::new(config, dim, device);
         let is_apart = family.fused().is_none();
-        let first = match is_apart {
-            true => query_dim,
-            false => query_dim + 2 * kv_dim,
+        let first = if is_apart {
+            query_dim
+        } else {
+            query_dim + 2 * kv_dim
         };
         let (wide, has_up) = match (family.is_gated(), family.has_fused_gate()) {
             (true, true) => (2 * hidden, false),

@@ -265,9 +265,10 @@ fn sizes(settings: Settings<'_>) -> Result<LlamaConfig, String> {
                 query_scalar: scores.query_scalar.filter(|own| Some(*own) != own_scalar),
                 ..scores
             },
-            logit_softcap: match is_gemma {
-                true => cap(settings, family, "final_logit_softcapping", 30.0)?,
-                false => None,
+            logit_softcap: if is_gemma {
+                cap(settings, family, "final_logit_softcapping", 30.0)?
+            } else {
+                None
             },
             is_parallel: match family {
                 Family::GptNeox => settings.flag("use_parallel_residual", true)?,

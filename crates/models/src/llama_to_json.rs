@@ -119,9 +119,10 @@ impl LlamaConfig {
     fn rotated_share(&self) -> f64 {
         let (rotated, head_dim) = (self.rotated_dim(), self.head_dim() as f64);
         let share = rotated as f64 / head_dim;
-        match (head_dim * share) as usize == rotated {
-            true => share,
-            false => share.next_up(),
+        if (head_dim * share) as usize == rotated {
+            share
+        } else {
+            share.next_up()
         }
     }
 }
@@ -147,8 +148,9 @@ fn without(family: Family) -> &'static [&'static str] {
 
 /// Returns a JSON number. Whole numbers have no decimal point, because transformers requires integers.
 fn whole(number: f64) -> Value {
-    match number.fract() == 0.0 && number.abs() < 1e15 {
-        true => json!(number as u64),
-        false => json!(number),
+    if number.fract() == 0.0 && number.abs() < 1e15 {
+        json!(number as u64)
+    } else {
+        json!(number)
     }
 }

@@ -265,9 +265,12 @@ fn yarn(nested: Settings<'_>, longest: usize, original: usize) -> Result<RopeSca
             .optional_number(name)?
             .filter(|number| *number != 0.0))
     };
-    let scale = |times: f64| match factor <= 1.0 {
-        true => 1.0,
-        false => 0.1 * times * factor.ln() + 1.0,
+    let scale = |times: f64| {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            0.1 * times * factor.ln() + 1.0
+        }
     };
     let attention_factor = match (
         nested.optional_number("attention_factor")?,
@@ -291,9 +294,10 @@ fn yarn(nested: Settings<'_>, longest: usize, original: usize) -> Result<RopeSca
 fn longrope(nested: Settings<'_>, longest: usize, original: usize) -> Result<RopeScaling, String> {
     let implied = longest as f64 / original as f64;
     let factor = nested.optional_number("factor")?.unwrap_or(implied);
-    let recommended = match factor <= 1.0 {
-        true => 1.0,
-        false => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    let recommended = if factor <= 1.0 {
+        1.0
+    } else {
+        (1.0 + factor.ln() / (original as f64).ln()).sqrt()
     };
     let given = nested.optional_number("attention_factor")?;
     Ok(RopeScaling::LongRope {
@@ -354,28 +358,28 @@ fn check_used_by_neox(
 ) -> Result<(), String> {
     let used = nested.given(inner).or_else(|| settings.given(outer));
     let used = used.and_then(Value::as_f64).unwrap_or(default);
-    match number == used {
-        true => Ok(()),
-        false => Err(format!(
+    if number == used {
+        Ok(())
+    } else {
+        Err(format!(
             "the rotary positions set {number}, but transformers uses {used} here: for a {}, it reads `{inner}` in \
              `{}`, or `{outer}` outside of it; use one of these names",
             Family::GptNeox.name(),
             ROPE[1]
-        )),
+        ))
     }
 }
 
 fn whole(family: Family, (name, number): (&str, f64)) -> Result<usize, String> {
-    match number.fract() == 0.0 && (1.0..1e15).contains(&number) {
-        true => Ok(number as usize),
-        false => {
-            let expected = "a whole number of 1 or more";
-            Err(refusal(
-                family.name(),
-                (name, &number.to_string()),
-                expected,
-            ))
-        }
+    if number.fract() == 0.0 && (1.0..1e15).contains(&number) {
+        Ok(number as usize)
+    } else {
+        let expected = "a whole number of 1 or more";
+        Err(refusal(
+            family.name(),
+            (name, &number.to_string()),
+            expected,
+        ))
     }
 }
 
@@ -388,16 +392,18 @@ fn share(settings: Settings<'_>, nested: Settings<'_>, family: Family) -> Result
     };
     let given = inner_or_outer(settings, nested, names)?;
     let is_given = names.iter().any(|name| given.given(name).is_some());
-    let share = match is_given {
-        true => given.number_of(names)?.unwrap_or(default),
-        false => default,
+    let share = if is_given {
+        given.number_of(names)?.unwrap_or(default)
+    } else {
+        default
     };
     if family == Family::GptNeox {
         check_used_by_neox(settings, nested, [name, "rotary_pct"], [share, default])?;
     }
-    let is_known = match family.may_rotate_partly() {
-        true => share > 0.0 && share <= 1.0,
-        false => share == 1.0,
+    let is_known = if family.may_rotate_partly() {
+        share > 0.0 && share <= 1.0
+    } else {
+        share == 1.0
     };
     match (is_known, family.may_rotate_partly()) {
         (true, _) => Ok(share),

@@ -85,9 +85,10 @@ impl Rotary {
         );
         // The rotations have 32 bits, as in transformers. The rotated tensor may have fewer.
         let (cos, sin) = (self.cos.clone(), self.sin.clone());
-        let (cos, sin) = match x.dtype() == cos.dtype() {
-            true => (cos, sin),
-            false => (cos.cast(x.dtype()), sin.cast(x.dtype())),
+        let (cos, sin) = if x.dtype() == cos.dtype() {
+            (cos, sin)
+        } else {
+            (cos.cast(x.dtype()), sin.cast(x.dtype()))
         };
         let turned_left = left.clone() * cos.clone() - right.clone() * sin.clone();
         let turned_right = right * cos + left * sin;

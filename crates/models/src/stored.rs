@@ -68,9 +68,10 @@ impl OpenedFile {
 
     /// Opens the file again, if it has not changed.
     fn reopen(&self) -> io::Result<File> {
-        match Self::of(&self.path)? == *self {
-            true => File::open(&self.path),
-            false => Err(io::Error::other("the file has changed since it was opened")),
+        if Self::of(&self.path)? == *self {
+            File::open(&self.path)
+        } else {
+            Err(io::Error::other("the file has changed since it was opened"))
         }
     }
 }

@@ -98,31 +98,34 @@ impl<'a> Reader<'a> {
         let (kind, path, name) = (entry.file_type()?, entry.path(), entry.file_name());
         let is_hidden = name.as_encoded_bytes().starts_with(b".");
         if is_hidden || kind.is_dir() && is_version_control(&path, &name) {
-            let remark = match (self.is_excluded)(&parent.join(&name)) {
-                true => Remark::Excluded,
-                false => Remark::Hidden,
+            let remark = if (self.is_excluded)(&parent.join(&name)) {
+                Remark::Excluded
+            } else {
+                Remark::Hidden
             };
             self.remarks.add(remark, &path);
             return Ok(());
         }
-        let real = match kind.is_symlink() {
-            false => parent.join(&name),
-            true => match path.canonicalize() {
+        let real = if kind.is_symlink() {
+            match path.canonicalize() {
                 Ok(real) => real,
                 Err(error) if error.kind() == ErrorKind::PermissionDenied => return Err(error),
                 Err(_) => {
                     self.remarks.add(Remark::BrokenLink, &path);
                     return Ok(());
                 }
-            },
+            }
+        } else {
+            parent.join(&name)
         };
         if (self.is_excluded)(&real) {
             self.remarks.add(Remark::Excluded, &path);
             return Ok(());
         }
-        let kind = match kind.is_symlink() {
-            false => kind,
-            true => fs::metadata(&path)?.file_type(),
+        let kind = if kind.is_symlink() {
+            fs::metadata(&path)?.file_type()
+        } else {
+            kind
         };
         if !kind.is_dir() && !kind.is_file() {
             self.remarks.add(Remark::Special, &path);

@@ -265,10 +265,11 @@ fn join(
     }
     let begin = before.tokens.get(before.begin).map(|token| token.start);
     let range = before.range.start..next.range.end;
-    let mut again = match range.len() <= sizes.most {
-        true => windows(tokenizer, text, vec![range])?,
+    let mut again = if range.len() <= sizes.most {
+        windows(tokenizer, text, vec![range])?
+    } else {
         // A megabyte without word boundaries is cut at a position that may be wrong.
-        false => windows(tokenizer, text, vec![range.start..cut, cut..range.end])?,
+        windows(tokenizer, text, vec![range.start..cut, cut..range.end])?
     };
     again[0].begin = begin.map_or(0, |start| again[0].first_from(start));
     let last = again.pop().unwrap_or(next);

@@ -304,9 +304,10 @@ fn found_in<A: Architecture>(
     path: &Path,
     config: &A,
 ) -> Result<BTreeMap<String, Found>, ModelError> {
-    let folder = match path.is_dir() {
-        true => Some(WeightFolder::open(path)?),
-        false => None,
+    let folder = if path.is_dir() {
+        Some(WeightFolder::open(path)?)
+    } else {
+        None
     };
     let files = match &folder {
         Some(folder) => folder.files(),

@@ -35,9 +35,10 @@ impl TracedEstimate {
     pub fn new(job: &Job, plan: Plan, peak_without_recompute: u64, available: u64) -> Self {
         let peak = plan.memory.peak_bytes();
         let fits = peak <= available;
-        let advice = match fits {
-            true => Vec::new(),
-            false => advise(job, available, &|other| scaled(job, &plan, other)),
+        let advice = if fits {
+            Vec::new()
+        } else {
+            advise(job, available, &|other| scaled(job, &plan, other))
         };
         Self {
             num_params: job.model.num_params(),

@@ -187,9 +187,10 @@ impl Replicas {
             let open = self.open(*sequence, size);
             open.checksums[from].push_back(*checksum);
             let Some(told) = open.take() else { continue };
-            let held = match open.checksums.iter().all(VecDeque::is_empty) {
-                true => self.open.remove(sequence).and_then(|closed| closed.held),
-                false => open.held.clone(),
+            let held = if open.checksums.iter().all(VecDeque::is_empty) {
+                self.open.remove(sequence).and_then(|closed| closed.held)
+            } else {
+                open.held.clone()
             };
             let ranks = minority(&told);
             if !ranks.is_empty() {

@@ -273,8 +273,9 @@ fn in_the_end(missing: &[usize], ends: &[usize]) -> String {
     if ends.is_empty() {
         return ", which all wait for each other".to_owned();
     }
-    match ends == missing {
-        true => String::new(),
-        false => format!(", and ultimately for ranks {ends:?}, which wait for no other rank"),
+    if ends == missing {
+        String::new()
+    } else {
+        format!(", and ultimately for ranks {ends:?}, which wait for no other rank")
     }
 }

@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn numbers_have_four_digits() {
         let short = |value: f64| Short(value).to_string();
-        assert_eq!(short(3.141_59), "3.142");
+        assert_eq!(short(3.241_59), "3.242");
         assert_eq!(short(0.012_345), "0.01235");
         assert_eq!(short(0.001), "0.001");
         assert_eq!(short(-812.34), "-812.3");

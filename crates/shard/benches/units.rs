@@ -56,9 +56,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let numbers: Vec<usize> = std::env::args()
         .filter_map(|argument| argument.parse().ok())
         .collect();
-    let numbers = match numbers.is_empty() {
-        true => vec![24, 96, 400],
-        false => numbers,
+    let numbers = if numbers.is_empty() {
+        vec![24, 96, 400]
+    } else {
+        numbers
     };
     println!("units    plain Burn  checkpointing       1 rank  a unit costs      2 ranks");
     for number in numbers {

@@ -4,9 +4,10 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 
 /// Returns `tensor` in `dtype`; the same tensor if it already has that type.
 pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
-    match tensor.dtype() == dtype {
-        true => tensor,
-        false => tensor.cast(dtype),
+    if tensor.dtype() == dtype {
+        tensor
+    } else {
+        tensor.cast(dtype)
     }
 }
 

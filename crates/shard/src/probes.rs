@@ -354,9 +354,10 @@ impl Probes {
                 return Verdict::WholeTensors;
             }
         }
-        match whole == before {
-            true => Verdict::Unmoved,
-            false => Verdict::Elementwise,
+        if whole == before {
+            Verdict::Unmoved
+        } else {
+            Verdict::Elementwise
         }
     }
 

@@ -111,10 +111,11 @@ where
 fn with_own_states<M: Module>(module: M) -> M {
     let mut untrained = Untrained(false);
     inspect::visit(&module, &mut untrained);
-    match untrained.0 {
-        true => ambient::within(Purpose::CopyForGraph, || own_states(module))
-            .unwrap_or_else(|error| throw(error)),
-        false => module,
+    if untrained.0 {
+        ambient::within(Purpose::CopyForGraph, || own_states(module))
+            .unwrap_or_else(|error| throw(error))
+    } else {
+        module
     }
 }
 

@@ -92,10 +92,11 @@ impl FullGradient {
 
     /// Returns this rank's elements of `full`, a flat tensor with the parameter's length.
     pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
-        match self.held.is_empty() {
+        if self.held.is_empty() {
             // Burn does not support empty slices.
-            true => Tensor::empty([0], (&full.device(), full.dtype())),
-            false => full.slice([self.held.clone()]),
+            Tensor::empty([0], (&full.device(), full.dtype()))
+        } else {
+            full.slice([self.held.clone()])
         }
     }
 

@@ -185,8 +185,9 @@ fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
 }
 
 pub(crate) fn plain<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
-    match tensor.is_autodiff() {
-        true => tensor.inner(),
-        false => tensor,
+    if tensor.is_autodiff() {
+        tensor.inner()
+    } else {
+        tensor
     }
 }

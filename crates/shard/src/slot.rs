@@ -100,17 +100,19 @@ impl Slot {
 
     /// Returns the number of elements that rank `rank` holds, which is also the size of its reduced gradient.
     pub(crate) fn held_elements(&self, rank: usize) -> usize {
-        match self.is_gathered() {
-            true => self.partition.len(rank),
-            false => self.partition.num_elements(),
+        if self.is_gathered() {
+            self.partition.len(rank)
+        } else {
+            self.partition.num_elements()
         }
     }
 
     /// Returns the elements that rank `rank` of the group holds between steps.
     pub(crate) fn held_range(&self, rank: usize) -> Range<usize> {
-        match self.is_gathered() {
-            true => self.partition.range(rank),
-            false => 0..self.partition.num_elements(),
+        if self.is_gathered() {
+            self.partition.range(rank)
+        } else {
+            0..self.partition.num_elements()
         }
     }
 
@@ -132,9 +134,10 @@ impl Slot {
 
     /// Returns the number of dims that optimizers see.
     pub(crate) fn shown_dims(&self) -> usize {
-        match self.is_flattened() {
-            true => 1,
-            false => self.shape.len(),
+        if self.is_flattened() {
+            1
+        } else {
+            self.shape.len()
         }
     }
 

@@ -127,9 +127,10 @@ fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-        match text.is_some_and(|text| text.contains("tape has already been consumed")) {
-            true => Err(Error::Consumed),
-            false => resume_unwind(panic),
+        if text.is_some_and(|text| text.contains("tape has already been consumed")) {
+            Err(Error::Consumed)
+        } else {
+            resume_unwind(panic)
         }
     })
 }

@@ -262,9 +262,10 @@ impl path::Visitor for Details {
                     path,
                     id: param.id,
                     shape: declared.shape.to_vec(),
-                    dtype: match param.is_initialized() {
-                        true => param.base().dtype(),
-                        false => device.settings().float_dtype.into(),
+                    dtype: if param.is_initialized() {
+                        param.base().dtype()
+                    } else {
+                        device.settings().float_dtype.into()
                     },
                     is_trainable: declared.is_trainable,
                     layer: layer::around(place, &self.containers, &device),

@@ -110,9 +110,10 @@ impl Unit {
     /// Returns the unit's name, or `root`, for messages and labels.
     pub(crate) fn label(&self) -> String {
         let name = self.name.lock();
-        match name.is_empty() {
-            true => "root".to_owned(),
-            false => name.clone(),
+        if name.is_empty() {
+            "root".to_owned()
+        } else {
+            name.clone()
         }
     }
 
@@ -126,10 +127,7 @@ impl Unit {
     }
 
     pub(crate) fn set_keeps(&self, keeps: bool) {
-        *self.keep.lock() = match keeps {
-            true => Keep::Always,
-            false => Keep::No,
-        };
+        *self.keep.lock() = if keeps { Keep::Always } else { Keep::No };
     }
 
     pub(crate) fn syncs(&self) -> bool {
@@ -149,9 +147,10 @@ impl Unit {
     /// Moves the unit, whose module is now at `prefix` in a larger one, below that module's root.
     pub(crate) fn demote(&self, prefix: &str) {
         let mut name = self.name.lock();
-        *name = match name.is_empty() {
-            true => prefix.to_owned(),
-            false => format!("{prefix}.{name}"),
+        *name = if name.is_empty() {
+            prefix.to_owned()
+        } else {
+            format!("{prefix}.{name}")
         };
         let mut keep = self.keep.lock();
         if *keep == Keep::AsRoot {

@@ -228,9 +228,10 @@ where
     V: Override<M> + 'static,
     E: From<Error>,
 {
-    let mut mode = match has_kernels::<Be>() {
-        true => mode,
-        false => mode.without_kernels(),
+    let mut mode = if has_kernels::<Be>() {
+        mode
+    } else {
+        mode.without_kernels()
     };
     let defaults = Some(Defaults::of(device));
     let options = mode.trace_options(defaults);

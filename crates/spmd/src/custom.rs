@@ -156,9 +156,10 @@ where
         };
         let num_outputs = outputs.len();
         let outputs: Vec<_> = outputs.into_iter().zip(&call.outputs).map(kind).collect();
-        match outputs.len() == num_outputs {
-            true => Ok(outputs),
-            false => Err(format!("it returned {num_outputs} tensors")),
+        if outputs.len() == num_outputs {
+            Ok(outputs)
+        } else {
+            Err(format!("it returned {num_outputs} tensors"))
         }
     }
 

@@ -234,9 +234,12 @@ fn file_name(part: &str, graph: &Graph) -> String {
         part => format!("{part} {made_by}"),
     };
     // User passes have arbitrary names.
-    let plain = |letter: char| match letter.is_ascii_alphanumeric() {
-        true => letter.to_ascii_lowercase(),
-        false => '-',
+    let plain = |letter: char| {
+        if letter.is_ascii_alphanumeric() {
+            letter.to_ascii_lowercase()
+        } else {
+            '-'
+        }
     };
     name.chars().map(plain).take(60).collect()
 }

@@ -332,9 +332,10 @@ fn tied(first: &str, second: &str, problem: &'static str) -> Error {
 /// Describes this rank's part of a tensor whose value is requested.
 fn asked<'a>(spec: &'a ParameterSpec, divided: &Divided<'_>) -> Result<ShardSpec<'a>, Error> {
     let (mesh, rank) = (divided.ranks.mesh()?, divided.ranks.rank());
-    let region = match divided.layout.is_whole() {
-        true => Region::whole(&spec.shape),
-        false => divided.layout.region(&spec.shape, &mesh, rank)?,
+    let region = if divided.layout.is_whole() {
+        Region::whole(&spec.shape)
+    } else {
+        divided.layout.region(&spec.shape, &mesh, rank)?
     };
     Ok(ShardSpec {
         whole: spec,
@@ -362,14 +363,15 @@ fn sent(
     let copies = divided.copies()?;
     let shape = divided.held_shape(partition)?;
     let is_first = copies.iter().all(|group| group.rank() == 0);
-    let mut data = match is_first {
-        true => Some(scattered(
+    let mut data = if is_first {
+        Some(scattered(
             spec,
             data,
             (partition, &shape),
             divided.flat_group()?,
-        )?),
-        false => None,
+        )?)
+    } else {
+        None
     };
     // The ranks that received parts send them to the other ranks that hold the same parts.
     for copies in copies {

@@ -128,9 +128,10 @@ fn lower_seen(
     let is_proved = mode.is_proved(&graph);
     let keep = if is_proved { Keep::All } else { Keep::Plan };
     let stages = Stages::of(graph, mode, purpose, keep, watch)?;
-    let certificate = match is_proved {
-        true => stages.proved(mode)?,
-        false => None,
+    let certificate = if is_proved {
+        stages.proved(mode)?
+    } else {
+        None
     };
     let graphs = stages.into_graphs()?;
     let check = if mode.verify { verify } else { verify_types };

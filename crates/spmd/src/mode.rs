@@ -384,12 +384,13 @@ impl Mode {
                 way_out: "build the model in f32",
             });
         }
-        match types.iter().any(has_halves) && self.options.loss_scaling.is_none() {
-            true => Err(Error::Precision {
+        if types.iter().any(has_halves) && self.options.loss_scaling.is_none() {
+            Err(Error::Precision {
                 what: "in f16 without loss scaling",
                 way_out: "scale the loss (Options::scale_loss), or use bf16",
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     }
 

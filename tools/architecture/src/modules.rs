@@ -311,9 +311,10 @@ pub(crate) fn imports(item: &ItemUse) -> Vec<Import> {
     fn collect(tree: &UseTree, before: &[String], into: &mut Vec<Import>) {
         let with = |name: String| {
             let path = before.iter().cloned();
-            match name == "self" && !before.is_empty() {
-                true => path.collect(),
-                false => path.chain(iter::once(name)).collect::<Vec<_>>(),
+            if name == "self" && !before.is_empty() {
+                path.collect()
+            } else {
+                path.chain(iter::once(name)).collect::<Vec<_>>()
             }
         };
         let mut add = |path: Vec<String>, name: Option<String>| into.push(Import { path, name });

@@ -58,10 +58,11 @@ pub(crate) fn measure(
         program: "this program".to_owned(),
         problem: error.to_string(),
     })?;
-    let target = match args.json {
-        true => ProgressDrawTarget::hidden(),
+    let target = if args.json {
+        ProgressDrawTarget::hidden()
+    } else {
         // Hidden automatically if stderr is not a terminal.
-        false => ProgressDrawTarget::stderr(),
+        ProgressDrawTarget::stderr()
     };
     let bar = ProgressBar::with_draw_target(Some((cases.len() * args.pairs) as u64), target);
     let style = ProgressStyle::with_template(TEMPLATE);

@@ -136,12 +136,13 @@ fn run(program: &Path, words: &[std::ffi::OsString]) -> Result<(), Error> {
     let mut command = Command::new(program);
     let output = command.args(words).stdin(Stdio::null()).output();
     let output = output.map_err(|error| cannot(error.to_string()))?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(cannot(format!(
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(cannot(format!(
             "it ended with {}: {}",
             output.status,
             String::from_utf8_lossy(&output.stderr).trim()
-        ))),
+        )))
     }
 }

@@ -415,14 +415,15 @@ impl FullySharded {
         }
         let is_silent = process.as_ref().is_some_and(|process| process.rank > 0);
         let strategy = Strategy::new(self.0.clone(), process, ending, left.clone());
-        let training = match is_silent {
-            false => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
+        let training = if is_silent {
             // Only rank 0 writes logs and renders.
-            true => training
+            training
                 .with_application_logger(None)
                 .with_metric_logger(InMemoryMetricLogger::default())
                 .renderer(Box::new(CliMetricsRenderer::new()))
-                .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
+                .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy))))
+        } else {
+            training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
         };
         let learner = Learner::new(Lent::new(model), optimizer, rates);
         // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.

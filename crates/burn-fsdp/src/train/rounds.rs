@@ -150,9 +150,10 @@ impl<'a, I> Rounds<'a, I> {
                 }
             },
         };
-        let weight = match notes.iter().all(|note| note.items == notes[0].items) {
-            true => 1.0,
-            false => (items * notes.len()) as f64 / of_all as f64,
+        let weight = if notes.iter().all(|note| note.items == notes[0].items) {
+            1.0
+        } else {
+            (items * notes.len()) as f64 / of_all as f64
         };
         turn(Next::Round(Round {
             batch,

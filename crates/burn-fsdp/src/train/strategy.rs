@@ -249,16 +249,18 @@ struct Apart;
 
 impl ModuleMapper for Apart {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match param.is_initialized() {
-            true => param,
-            false => param.init_mapper(|value| value),
+        if param.is_initialized() {
+            param
+        } else {
+            param.init_mapper(|value| value)
         }
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        match param.is_initialized() {
-            true => param,
-            false => param.init_mapper(|value| value),
+        if param.is_initialized() {
+            param
+        } else {
+            param.init_mapper(|value| value)
         }
     }
 
@@ -266,9 +268,10 @@ impl ModuleMapper for Apart {
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        match param.is_initialized() {
-            true => param,
-            false => param.init_mapper(|value| value),
+        if param.is_initialized() {
+            param
+        } else {
+            param.init_mapper(|value| value)
         }
     }
 }

@@ -148,9 +148,10 @@ impl Own<'_> {
         let shown = local.shown_shape();
         if is_mine {
             for (field, number) in &told.scalars {
-                let scalar = match field == RANK_KEY {
-                    true => Scalar::from(shown.len()),
-                    false => (*number).into(),
+                let scalar = if field == RANK_KEY {
+                    Scalar::from(shown.len())
+                } else {
+                    (*number).into()
                 };
                 self.scalars.insert(format!("{id}.{field}"), scalar);
             }
@@ -170,9 +171,10 @@ impl Own<'_> {
             if !is_mine {
                 continue;
             }
-            let shape = match is_elementwise {
-                true => shown.clone(),
-                false => tensor.shape.clone(),
+            let shape = if is_elementwise {
+                shown.clone()
+            } else {
+                tensor.shape.clone()
             };
             let dtype = burn_dtype(&name, tensor.dtype)?;
             let bytes = pile.add(bytes.as_bytes())?;

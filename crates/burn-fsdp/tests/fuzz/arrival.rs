@@ -80,9 +80,12 @@ impl ModuleMapper for Arrive<'_> {
 fn rounded(block: &[f32]) -> Vec<f32> {
     let sizes = block.iter().map(|value| value.abs());
     let step = sizes.fold(0.0, f32::max) / 127.0;
-    let near = |value: &f32| match step == 0.0 {
-        true => 0.0,
-        false => (value / step).round_ties_even() * step,
+    let near = |value: &f32| {
+        if step == 0.0 {
+            0.0
+        } else {
+            (value / step).round_ties_even() * step
+        }
     };
     block.iter().map(near).collect()
 }

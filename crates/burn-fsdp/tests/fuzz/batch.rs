@@ -46,14 +46,16 @@ impl Shapes {
 
     fn at(&self, place: Place) -> (usize, usize) {
         let Place { step, micro, .. } = place;
-        let turn = match self.by_micro_batch {
-            true => step + micro,
-            false => step,
+        let turn = if self.by_micro_batch {
+            step + micro
+        } else {
+            step
         };
         let (rows, length) = self.in_turn[turn % self.in_turn.len()];
-        match place.is_uneven && place.part % 2 == 1 {
-            true => (rows + self.more, length),
-            false => (rows, length),
+        if place.is_uneven && place.part % 2 == 1 {
+            (rows + self.more, length)
+        } else {
+            (rows, length)
         }
     }
 }

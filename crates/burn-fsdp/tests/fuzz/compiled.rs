@@ -40,10 +40,7 @@ impl CompiledRun {
             Engine::Compiled(compiled) => case.mode(compiled, mesh, leg.ranks)?,
             Engine::Eager(_) => unreachable!("a compiled engine"),
         };
-        let mode = match proves {
-            true => mode.certified(),
-            false => mode,
-        };
+        let mode = if proves { mode.certified() } else { mode };
         let has_regions = match &leg.engine {
             Engine::Compiled(compiled) => compiled.recomputes_regions,
             _ => false,
@@ -113,9 +110,10 @@ impl Case {
             Ranks::Copies(_) => Mode::hybrid(mesh.clone(), "replicate", compiled.strategy)?,
             _ => Mode::data_parallel(mesh.world().clone(), compiled.strategy),
         };
-        let mode = match compiled.has_owners {
-            true => mode.one_owner(["**"]),
-            false => mode,
+        let mode = if compiled.has_owners {
+            mode.one_owner(["**"])
+        } else {
+            mode
         };
         Ok(moving(mode.options(self.options(compiled)), compiled.moves))
     }
@@ -127,16 +125,15 @@ impl Case {
             .precision(placed.halves.precision(&self.plan))
             .scale_loss(placed.halves.are_scaled().then(|| self.scaling()))
             .clip_grad_norm(self.clip.map(Limit::clip));
-        let mode = match placed.is_automatic {
-            true => Mode::data_parallel(mesh.world().clone(), DataParallel::Automatic),
-            false => {
-                let mut expand = Expand::new().input("**", "data", Placement::Shard(0));
-                let cuts = placed.salt.map(|salt| self.plan.cuts(ranks, salt));
-                for (path, axis, dim) in cuts.unwrap_or_default() {
-                    expand = expand.parameter(&path, axis, Placement::Shard(dim));
-                }
-                Mode::expand(mesh.clone(), expand)
+        let mode = if placed.is_automatic {
+            Mode::data_parallel(mesh.world().clone(), DataParallel::Automatic)
+        } else {
+            let mut expand = Expand::new().input("**", "data", Placement::Shard(0));
+            let cuts = placed.salt.map(|salt| self.plan.cuts(ranks, salt));
+            for (path, axis, dim) in cuts.unwrap_or_default() {
+                expand = expand.parameter(&path, axis, Placement::Shard(dim));
             }
+            Mode::expand(mesh.clone(), expand)
         };
         moving(mode.options(options), placed.moves)
     }
@@ -216,16 +213,15 @@ impl IterationMove for Moves {
             // A norm that leaves the step, or a wait without its start: nothing has moved in that case.
             has_moved |= step.move_to_next_iteration(part, before).is_ok();
         }
-        match has_moved {
-            true => Ok(()),
-            false => {
-                let nodes = step.graph().nodes().iter().enumerate();
-                let all =
-                    nodes.filter(|(_, node)| node.phase == Phase::Optimizer && node.path.is_some());
-                let all: Vec<usize> = all.map(|(at, _)| at).collect();
-                let before = step.first_read(&all);
-                step.move_to_next_iteration(all, before)
-            }
+        if has_moved {
+            Ok(())
+        } else {
+            let nodes = step.graph().nodes().iter().enumerate();
+            let all =
+                nodes.filter(|(_, node)| node.phase == Phase::Optimizer && node.path.is_some());
+            let all: Vec<usize> = all.map(|(at, _)| at).collect();
+            let before = step.first_read(&all);
+            step.move_to_next_iteration(all, before)
         }
     }
 }

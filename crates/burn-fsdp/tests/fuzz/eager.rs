@@ -47,9 +47,10 @@ impl EagerRun {
     ) -> Result<Self, Error> {
         let mut net = case.sharded(eager, mesh, leg.ranks)?;
         let mut optimizer = case.module_optimizer(&case.plan);
-        let mut scaler = match eager.halves.are_scaled() {
-            true => Some(LossScaler::new(case.scaling())?),
-            false => None,
+        let mut scaler = if eager.halves.are_scaled() {
+            Some(LossScaler::new(case.scaling())?)
+        } else {
+            None
         };
         if start > 0 {
             let saved = checkpoints.open(start as u64)?;
@@ -96,9 +97,12 @@ impl EagerRun {
             Some(0) => panic!("{KILLED}"),
             layers => left.set(layers.map(|layers| layers - 1)),
         };
-        let loss = catch(|| match self.eager.recomputes {
-            true => self.plan().loss_recomputed(net, batch, each),
-            false => self.plan().loss(net, batch, each),
+        let loss = catch(|| {
+            if self.eager.recomputes {
+                self.plan().loss_recomputed(net, batch, each)
+            } else {
+                self.plan().loss(net, batch, each)
+            }
         })?;
         Ok(loss / self.case.micro_batches as f64)
     }

@@ -101,9 +101,12 @@ pub(crate) fn plans() -> impl Strategy<Value = Plan> {
                 is_residual,
             };
             let mut has_norm = false;
-            let mut is_first = |hop: &Hop| match layers[hop.layer].norms_few() {
-                true => !std::mem::replace(&mut has_norm, true),
-                false => true,
+            let mut is_first = |hop: &Hop| {
+                if layers[hop.layer].norms_few() {
+                    !std::mem::replace(&mut has_norm, true)
+                } else {
+                    true
+                }
             };
             let route = route.into_iter().map(hop).filter(|hop| is_first(hop));
             Plan {
@@ -221,9 +224,10 @@ impl Plan {
             hops.any(|hop| path.starts_with(&format!("layers.{}.", hop.layer)))
         };
         let has_own = |(path, shape): &(String, Vec<usize>)| is_taken(path) && shape.len() == 2;
-        Some(match of_layers && matrices.iter().any(has_own) {
-            true => lora.set_param_group(ParamGroup::from_predicate("layers")),
-            false => lora,
+        Some(if of_layers && matrices.iter().any(has_own) {
+            lora.set_param_group(ParamGroup::from_predicate("layers"))
+        } else {
+            lora
         })
     }
 
@@ -280,9 +284,10 @@ impl Plan {
             let dim = |drawn: u64| drawn as usize % shape.len();
             let (first, second) = (dim(drawn >> 8), dim(drawn >> 16));
             let fits = shape[first] >= parts;
-            let mut cuts = match fits {
-                true => vec![(path.clone(), axis, first)],
-                false => Vec::new(),
+            let mut cuts = if fits {
+                vec![(path.clone(), axis, first)]
+            } else {
+                Vec::new()
             };
             // Two axes that cut one dim are refused by name.
             let is_free = (first != second || !fits) && shape[second] >= depth;
@@ -316,9 +321,10 @@ impl Plan {
     pub(crate) fn switched(&self, mut net: Net) -> Net {
         for &index in &self.switched {
             let layer = net.layers.remove(index);
-            let layer = match self.frozen[index] {
-                true => layer.freeze(),
-                false => layer.unfreeze(),
+            let layer = if self.frozen[index] {
+                layer.freeze()
+            } else {
+                layer.unfreeze()
             };
             net.layers.insert(index, layer);
         }
@@ -380,10 +386,7 @@ impl Plan {
         for hop in &self.route {
             let y = cast(x.clone(), halves.of_layer(self, hop.layer));
             let y = cast(forward(&net.layers[hop.layer], y, &tokens), stream).tanh();
-            x = match hop.is_residual {
-                true => x + y,
-                false => y,
-            };
+            x = if hop.is_residual { x + y } else { y };
         }
         let x = cast(x, halves.of_head(self));
         let logits = match (&net.head, &net.table) {

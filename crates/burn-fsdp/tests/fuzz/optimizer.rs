@@ -155,9 +155,12 @@ impl Optimizer {
         let (built, run) = (plan.clone(), plan.clone());
         let step = compile(
             move |device| built.init(device),
-            move |net: &Net, batch: Batch| match has_regions {
-                true => run.loss_recomputed(net, batch, || {}),
-                false => run.loss(net, batch, || {}),
+            move |net: &Net, batch: Batch| {
+                if has_regions {
+                    run.loss_recomputed(net, batch, || {})
+                } else {
+                    run.loss(net, batch, || {})
+                }
             },
             self.groups(plan),
             mode,
@@ -197,13 +200,14 @@ impl Optimizer {
             // The layers' states stay in 32 bits.
             Self::Groups => {
                 let groups = low(Self::adamw().build(), format);
-                match plan.has_units("layers.*") {
-                    true => groups.with_group(
+                if plan.has_units("layers.*") {
+                    groups.with_group(
                         ParamGroup::from_predicate("layers"),
                         Self::momentum().build(),
                         None,
-                    ),
-                    false => groups,
+                    )
+                } else {
+                    groups
                 }
             }
             _ => return None,
@@ -231,12 +235,13 @@ impl Optimizer {
                 let undecayed = Self::adamw().with_weight_decay(0.0).build();
                 let groups = OptimizerGroups::from(Self::adamw().build());
                 let groups = groups.with_group(ParamGroup::from_predicate("embed"), undecayed);
-                match plan.has_units("layers.*") {
-                    true => groups.with_group(
+                if plan.has_units("layers.*") {
+                    groups.with_group(
                         ParamGroup::from_predicate("layers"),
                         Self::momentum().build(),
-                    ),
-                    false => groups,
+                    )
+                } else {
+                    groups
                 }
             }
             Self::Turns => Turns.into(),

@@ -33,10 +33,7 @@ impl Case {
     pub(crate) fn difference(&self, got: &Outcome, want: &Outcome) -> Option<String> {
         ALL.fetch_add(1, Ordering::Relaxed);
         // Where halves are nudged by a half of their last bit, they round by as much.
-        let factor = match self.is_halved() {
-            true => 4.0,
-            false => 30.0,
-        };
+        let factor = if self.is_halved() { 4.0 } else { 30.0 };
         self.beyond(got, want, &[], factor).and_then(|_| {
             ASKED.fetch_add(1, Ordering::Relaxed);
             // The effect of rounding on a number depends on the model. Some models amplify it a thousandfold, and

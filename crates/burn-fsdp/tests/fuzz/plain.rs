@@ -29,9 +29,10 @@ impl Case {
         let rounding = self.legs.iter().map(|leg| leg.halves().rounding());
         let rounding = rounding.fold(f32::EPSILON, f32::max);
         // Eight steps of a nudge are one step of the type, if it is a narrow one.
-        let rounding = match rounding > f32::EPSILON {
-            true => rounding / 8.0,
-            false => rounding,
+        let rounding = if rounding > f32::EPSILON {
+            rounding / 8.0
+        } else {
+            rounding
         };
         let plan = self.plan.without_fields();
         let mut plainly = Plainly {
@@ -132,9 +133,10 @@ impl Plainly<'_> {
         let mut sum = GradientsParams::new();
         for (part, batches) in parts.into_iter().enumerate() {
             // The first rank's statistics are kept.
-            let net = match part > 0 && has_running_states {
-                true => self.copy(),
-                false => self.net.clone(),
+            let net = if part > 0 && has_running_states {
+                self.copy()
+            } else {
+                self.net.clone()
             };
             let (of_part, gradients) = self.gradients(&net, batches, leg);
             loss += of_part / number as f32;
@@ -181,9 +183,10 @@ impl Plainly<'_> {
         };
         let is_compiled = !matches!(leg.engine, Engine::Eager(_));
         // Compiled steps take the mean of the accumulated gradients.
-        let (before, after) = match is_compiled && together == Accumulation::Burn {
-            true => (1.0, number),
-            false => (number, 1.0),
+        let (before, after) = if is_compiled && together == Accumulation::Burn {
+            (1.0, number)
+        } else {
+            (number, 1.0)
         };
         let loss_of = |cast: &Net, batch| self.plan.loss_by_hand(cast, batch) / before;
         let losses: Vec<_> = match together {
@@ -219,9 +222,10 @@ impl Plainly<'_> {
 
     /// Returns gradients of `net` in the form that they have after travelling.
     fn travelled(&self, net: &Net, gradients: GradientsParams) -> GradientsParams {
-        match self.plan.halves.are_used() {
-            true => added(net, GradientsParams::new(), gradients, Some(&self.plan)),
-            false => gradients,
+        if self.plan.halves.are_used() {
+            added(net, GradientsParams::new(), gradients, Some(&self.plan))
+        } else {
+            gradients
         }
     }
 

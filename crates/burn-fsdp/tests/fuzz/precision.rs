@@ -62,9 +62,10 @@ impl Halves {
         if types.contains(&Some(FloatDType::BF16)) {
             return 2_f32.powi(-8);
         }
-        match self.are_scaled() {
-            true => 2_f32.powi(-11),
-            false => f32::EPSILON,
+        if self.are_scaled() {
+            2_f32.powi(-11)
+        } else {
+            f32::EPSILON
         }
     }
 
@@ -77,18 +78,20 @@ impl Halves {
     }
 
     pub(crate) fn of_head(self, plan: &Plan) -> Option<FloatDType> {
-        match plan.has_head() {
-            true => self.of(HEAD, false),
-            false => self.of_embedding(),
+        if plan.has_head() {
+            self.of(HEAD, false)
+        } else {
+            self.of_embedding()
         }
     }
 
     /// Returns the type in which a part computes, if types matter.
     fn of(self, bit: usize, is_full: bool) -> Option<FloatDType> {
         let compute = self.compute?;
-        Some(match is_full || self.full >> bit & 1 == 1 {
-            true => FloatDType::F32,
-            false => compute,
+        Some(if is_full || self.full >> bit & 1 == 1 {
+            FloatDType::F32
+        } else {
+            compute
         })
     }
 

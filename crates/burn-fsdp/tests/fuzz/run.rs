@@ -37,10 +37,7 @@ impl Strike {
         let Some(death) = death else {
             return Self::default();
         };
-        let how = match death.panics {
-            true => How::Panic,
-            false => How::Error,
-        };
+        let how = if death.panics { How::Panic } else { How::Error };
         let rank = death.rank % world.size();
         let fault = Fault::new(rank, step as u64, At::Collective, how);
         let is_own = fault.rank == world.rank();

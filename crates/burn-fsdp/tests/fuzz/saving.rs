@@ -31,19 +31,18 @@ pub(crate) struct Shelf {
 
 impl Shelf {
     pub(crate) fn new(is_in_memory: bool) -> io::Result<Self> {
-        Ok(match is_in_memory {
-            true => Self {
+        Ok(if is_in_memory {
+            Self {
                 storage: Arc::new(Memory::new()),
                 folder: PathBuf::from("steps"),
                 _files: None,
-            },
-            false => {
-                let files = tempfile::tempdir()?;
-                Self {
-                    storage: Arc::new(FileSystem),
-                    folder: files.path().to_owned(),
-                    _files: Some(Arc::new(files)),
-                }
+            }
+        } else {
+            let files = tempfile::tempdir()?;
+            Self {
+                storage: Arc::new(FileSystem),
+                folder: files.path().to_owned(),
+                _files: Some(Arc::new(files)),
             }
         })
     }

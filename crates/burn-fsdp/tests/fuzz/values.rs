@@ -66,9 +66,10 @@ impl ModuleMapper for Values {
             let values: Vec<_> = (0..shape.num_elements()).map(value).collect();
             Tensor::from_data(TensorData::new(values, shape), &old.device())
         });
-        match regains {
-            true => mapped.set_require_grad(true),
-            false => mapped,
+        if regains {
+            mapped.set_require_grad(true)
+        } else {
+            mapped
         }
     }
 }

@@ -91,9 +91,10 @@ impl ModuleMapper for Casts {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.field.starts_with("running_") {
-            true => param,
-            false => Param::initialized(param.id, param.val().cast(self.compute)),
+        if self.field.starts_with("running_") {
+            param
+        } else {
+            Param::initialized(param.id, param.val().cast(self.compute))
         }
     }
 }

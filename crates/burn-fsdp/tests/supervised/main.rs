@@ -393,9 +393,10 @@ fn an_unresumable_checkpoint_is_rejected_before_the_first_step() {
     let launch = |optimizer: ModuleOptimizer, saves: bool| {
         let at = folder();
         let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH).num_epochs(1);
-        let training = match saves {
-            true => training.with_default_checkpointers(),
-            false => training,
+        let training = if saves {
+            training.with_default_checkpointers()
+        } else {
+            training
         };
         let model = Net::new(&device()).in_bf16();
         let result =

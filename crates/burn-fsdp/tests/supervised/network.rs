@@ -54,9 +54,10 @@ impl Net {
 
     fn classify(&self, batch: Digits) -> ClassificationOutput {
         let dtype = self.conv.weight.val().dtype();
-        let images = match dtype == batch.images.dtype() {
-            true => batch.images,
-            false => batch.images.cast(dtype),
+        let images = if dtype == batch.images.dtype() {
+            batch.images
+        } else {
+            batch.images.cast(dtype)
         };
         let features = activation::relu(self.conv.forward(images)).flatten(1, 3);
         let output = self

@@ -132,17 +132,21 @@ fn weights_and_metrics_match_one_device() {
     let training = training(&ours, data.clone(), BATCH).label(LABEL);
     // With one process, as with three, several batches make a step.
     let accumulates = ranks != 2;
-    let training = match accumulates {
-        true => training.grads_accumulation(2),
-        false => training,
+    let training = if accumulates {
+        training.grads_accumulation(2)
+    } else {
+        training
     };
     let result = among(ranks).launch_among_processes(training, model, optimizer(), rates());
     let result = done(result);
     assert!(result.error.is_none() && result.interrupted.is_none());
     let burns = folder();
-    let expected = plain(burns.path(), data, ranks, |training| match accumulates {
-        true => training.grads_accumulation(2),
-        false => training,
+    let expected = plain(burns.path(), data, ranks, |training| {
+        if accumulates {
+            training.grads_accumulation(2)
+        } else {
+            training
+        }
     });
     // Every process has the whole model.
     assert_close(&result.model, &expected.model, 1e-5);
@@ -304,17 +308,20 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
     let training = training(&at, (items(count, 1), items(4, 2)), BATCH);
     let training = training.num_epochs(if differs("epochs") { 2 } else { 3 });
     let training = training.label(LABEL);
-    let training = match differs("accumulation") {
-        true => training.grads_accumulation(2),
-        false => training,
+    let training = if differs("accumulation") {
+        training.grads_accumulation(2)
+    } else {
+        training
     };
-    let sharded = match differs("clipping") {
-        true => among(ranks).clip_grad_norm(burn_fsdp::Clip::to(1.0)),
-        false => among(ranks),
+    let sharded = if differs("clipping") {
+        among(ranks).clip_grad_norm(burn_fsdp::Clip::to(1.0))
+    } else {
+        among(ranks)
     };
-    let model = match differs("tensors") {
-        true => Net::with_hidden(9, &device()),
-        false => Net::new(&device()),
+    let model = if differs("tensors") {
+        Net::with_hidden(9, &device())
+    } else {
+        Net::new(&device())
     };
     let rate = if differs("rates") { 1e-3 } else { 1e-2 };
     let momentum = if differs("optimizer") { 0.8 } else { 0.9 };

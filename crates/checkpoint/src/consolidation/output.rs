@@ -37,9 +37,10 @@ pub(super) fn wanted(
     let mut names = HashSet::new();
     let mut outputs = Vec::new();
     for entry in step.index().tensors.iter() {
-        let plain = match entry.kind.is_model() {
-            true => write_as(entry),
-            false => None,
+        let plain = if entry.kind.is_model() {
+            write_as(entry)
+        } else {
+            None
         };
         let Some(plain) = plain else { continue };
         check_tensor(&plain.name, &entry.shape, entry.dtype)
@@ -57,12 +58,11 @@ pub(super) fn wanted(
         }
         outputs.push(Output { entry, plain });
     }
-    match outputs.is_empty() {
-        true => {
-            let got = format!("none for all in {}", step.path().display());
-            Err(wrong("a name for at least one tensor of the model", got))
-        }
-        false => Ok(outputs),
+    if outputs.is_empty() {
+        let got = format!("none for all in {}", step.path().display());
+        Err(wrong("a name for at least one tensor of the model", got))
+    } else {
+        Ok(outputs)
     }
 }
 

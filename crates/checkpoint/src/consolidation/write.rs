@@ -92,9 +92,10 @@ pub(super) fn write_file(
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;
     for tensor in tensors {
-        match tensor.plain.is_transposed {
-            false => copy(step, tensor.entry, &mut write)?,
-            true => transpose(step, tensor.entry, config.transpose_bytes, &mut write)?,
+        if tensor.plain.is_transposed {
+            transpose(step, tensor.entry, config.transpose_bytes, &mut write)?
+        } else {
+            copy(step, tensor.entry, &mut write)?
         }
     }
     file.sync().map_err(Error::io("sync", path))

@@ -203,9 +203,10 @@ fn check_tiling(tensor: &TensorEntry) -> Result<(), String> {
                 }
                 end = range.end;
             }
-            match end == total {
-                true => Ok(()),
-                false => Err(format!("its parts hold {end} of {total} elements")),
+            if end == total {
+                Ok(())
+            } else {
+                Err(format!("its parts hold {end} of {total} elements"))
             }
         }
         _ => Err("its parts must be all ranges or all boxes".to_owned()),

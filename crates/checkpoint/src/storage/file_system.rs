@@ -100,9 +100,10 @@ impl Storage for FileSystem {
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        let path = match path.as_os_str().is_empty() {
-            true => Path::new("."),
-            false => path,
+        let path = if path.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            path
         };
         // Other systems cannot open folders, but record renames anyway.
         if !cfg!(unix) {
@@ -158,12 +159,11 @@ fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
         // A link, folder or pipe that cannot be opened is reported as such.
         Err(_) => fs::symlink_metadata(path).map_or(true, |metadata| metadata.is_file()),
     };
-    match is_regular {
-        true => opened,
-        false => {
-            let problem = "it is not a regular file";
-            Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
-        }
+    if is_regular {
+        opened
+    } else {
+        let problem = "it is not a regular file";
+        Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
     }
 }
 

@@ -144,9 +144,10 @@ impl Disk {
     }
 
     fn kind(&self, node: Node) -> EntryKind {
-        match self.files.contains_key(&node) {
-            true => EntryKind::File,
-            false => EntryKind::Dir,
+        if self.files.contains_key(&node) {
+            EntryKind::File
+        } else {
+            EntryKind::Dir
         }
     }
 

@@ -60,9 +60,10 @@ fn strike(fail: Fail, changes: &AtomicUsize) -> io::Result<()> {
         Fail::At(at) => number == at,
         Fail::From(from) => number >= from,
     };
-    match fails {
-        true => Err(io::Error::other("told to fail")),
-        false => Ok(()),
+    if fails {
+        Err(io::Error::other("told to fail"))
+    } else {
+        Ok(())
     }
 }
 

@@ -140,15 +140,14 @@ fn read(folder: &Path) -> Result<Run, InputError> {
     let (ranks, first) = read_rank(folder, 0)?;
     let others = (1..ranks).map(|rank| {
         let (of, lines) = read_rank(folder, rank)?;
-        match of == ranks {
-            true => Ok(lines),
-            false => {
-                let problem = format!(
-                    "it is from a run of {of} ranks, but the file of rank 0 is from a run of \
+        if of == ranks {
+            Ok(lines)
+        } else {
+            let problem = format!(
+                "it is from a run of {of} ranks, but the file of rank 0 is from a run of \
                      {ranks}"
-                );
-                Err(unreadable(&folder.join(file_name(rank)), problem))
-            }
+            );
+            Err(unreadable(&folder.join(file_name(rank)), problem))
         }
     });
     std::iter::once(Ok(first)).chain(others).collect()

@@ -51,13 +51,14 @@ impl fmt::Display for Proof {
             let kernels = self.checked_in_floats.join(", ");
             writeln!(f, "  checked in 64-bit floats only: {kernels}")?;
         }
-        match self.taken_as_they_are.is_empty() {
-            true => Ok(()),
-            false => writeln!(
+        if self.taken_as_they_are.is_empty() {
+            Ok(())
+        } else {
+            writeln!(
                 f,
                 "  taken as they are: {}",
                 self.taken_as_they_are.join(", ")
-            ),
+            )
         }
     }
 }

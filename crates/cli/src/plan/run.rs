@@ -43,9 +43,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
         output::check_dump(path)?;
     }
     let available = args.gpu_memory.unwrap_or(machine.memory_bytes);
-    let answer = match args.compile {
-        true => traced(args, &preset, &job, &machine, available)?,
-        false => estimated(&job, &machine, available)?,
+    let answer = if args.compile {
+        traced(args, &preset, &job, &machine, available)?
+    } else {
+        estimated(&job, &machine, available)?
     };
     if let Some(path) = &args.svg {
         output::write_whole("--svg", path, answer.svg.as_bytes())?;
@@ -94,9 +95,10 @@ fn traced(
         (plan, without as u64)
     };
     let estimate = TracedEstimate::new(job, plan, without, available);
-    let proof = match args.certify {
-        true => Some(proof(args, preset, job)?),
-        false => None,
+    let proof = if args.certify {
+        Some(proof(args, preset, job)?)
+    } else {
+        None
     };
     let proved = proof.as_ref().map(Proof::to_string).unwrap_or_default();
     Ok(Answer {

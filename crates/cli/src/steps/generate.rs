@@ -49,9 +49,10 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
             on_ranks(Job::new(args.clone(), Some(step), &ranks)?, &ranks, threads)
         }),
     }?;
-    match ranks.have_first() {
-        true => console::answer(printable(&text)),
-        false => Ok(()),
+    if ranks.have_first() {
+        console::answer(printable(&text))
+    } else {
+        Ok(())
     }
 }
 
@@ -79,13 +80,14 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     if let Some((flag, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
         return Err(InputError::Zero { flag });
     }
-    match args.temperature.is_finite() && args.temperature >= 0.0 {
-        true => Ok(()),
-        false => Err(InputError::OutOfRange {
+    if args.temperature.is_finite() && args.temperature >= 0.0 {
+        Ok(())
+    } else {
+        Err(InputError::OutOfRange {
             flag: "--temperature",
             value: args.temperature,
             expected: "a number of at least 0",
-        }),
+        })
     }
 }
 
@@ -131,9 +133,10 @@ impl Job {
         }
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
-        match prompt.is_empty() {
-            true => Err(InputError::EmptyPrompt),
-            false => Ok(Self {
+        if prompt.is_empty() {
+            Err(InputError::EmptyPrompt)
+        } else {
+            Ok(Self {
                 args,
                 model,
                 adapters,
@@ -141,7 +144,7 @@ impl Job {
                 codec,
                 ends,
                 prompt,
-            }),
+            })
         }
     }
 
@@ -244,9 +247,10 @@ fn adapted_model(
         });
     }
     let (model, saved) = (model_of_folder(folder)?, sizes_of(step)?);
-    match model == saved {
-        true => Ok(model),
-        false => Err(InputError::other_model(step, &model, Some(&saved))),
+    if model == saved {
+        Ok(model)
+    } else {
+        Err(InputError::other_model(step, &model, Some(&saved)))
     }
 }
 
@@ -309,14 +313,15 @@ fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(),
     let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
     let needed = (shards + unit + cache).saturating_mul(ranks.of_process() as u128);
     let available = u128::from(available);
-    match needed > available {
-        true => Err(InputError::TooLittleMemory {
+    if needed > available {
+        Err(InputError::TooLittleMemory {
             params,
             ranks: ranks.number(),
             needed: needed.div_ceil(GIB),
             available: available / GIB,
-        }),
-        false => Ok(()),
+        })
+    } else {
+        Ok(())
     }
 }
 

@@ -31,23 +31,20 @@ pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
             damage => Ok((inspection, damage)),
         }
     })?;
-    let text = match args.json {
-        true => {
-            let texts = |errors: &Vec<_>| errors.iter().map(ToString::to_string).collect();
-            let findings = Findings {
-                inspection,
-                damage: damage.as_ref().map(texts),
-            };
-            serde_json::to_string(&findings).unwrap_or_default()
-        }
-        false => {
-            let verdict = match &damage {
-                None => "not verified",
-                Some(damage) if damage.is_empty() => "verified: every byte matches its checksum",
-                Some(_) => "damaged",
-            };
-            format!("{inspection}\n{verdict}")
-        }
+    let text = if args.json {
+        let texts = |errors: &Vec<_>| errors.iter().map(ToString::to_string).collect();
+        let findings = Findings {
+            inspection,
+            damage: damage.as_ref().map(texts),
+        };
+        serde_json::to_string(&findings).unwrap_or_default()
+    } else {
+        let verdict = match &damage {
+            None => "not verified",
+            Some(damage) if damage.is_empty() => "verified: every byte matches its checksum",
+            Some(_) => "damaged",
+        };
+        format!("{inspection}\n{verdict}")
     };
     let printed = console::answer(text);
     let mut damage = damage.unwrap_or_default().into_iter();

@@ -36,9 +36,10 @@ pub(crate) fn with_step<T>(
 }
 
 fn open(folder: &Checkpoints, is_folder: bool, path: &Path) -> Result<Step, Failure> {
-    let step = match is_folder {
-        true => folder.newest(),
-        false => Step::open(PathBuf::from(path)),
+    let step = if is_folder {
+        folder.newest()
+    } else {
+        Step::open(PathBuf::from(path))
     };
     step.map_err(|error| InputError::from(error).into())
 }

@@ -66,13 +66,14 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
 /// Rejects f16 reduction without loss scaling, because small gradients would become 0.
 pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
     let training = &args.training;
-    match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
-        true => Err(InputError::Excludes {
+    if training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
+        Err(InputError::Excludes {
             first: "--reduce-dtype f16",
             second: "--precision f32 or bf16",
             reason: "only --precision f16 scales the loss; without scaling, small gradients become 0 in f16",
-        }),
-        false => Ok(()),
+        })
+    } else {
+        Ok(())
     }
 }
 
@@ -122,13 +123,14 @@ pub(super) fn check_memory(
     let needed = state.saturating_add(logits);
     let needed = needed.saturating_add(per_rank.saturating_mul(own));
     let available = u128::from(available);
-    match needed > available {
-        true => Err(InputError::TooLittleMemory {
+    if needed > available {
+        Err(InputError::TooLittleMemory {
             params,
             ranks: ranks.number(),
             needed: needed.div_ceil(GIB),
             available: available / GIB,
-        }),
-        false => Ok(()),
+        })
+    } else {
+        Ok(())
     }
 }

@@ -86,9 +86,10 @@ fn mode<A: Architecture>(
         }
         None => options,
     };
-    let options = match config.step.activation_checkpointing {
-        true => options.recompute_units([A::BLOCKS]),
-        false => options,
+    let options = if config.step.activation_checkpointing {
+        options.recompute_units([A::BLOCKS])
+    } else {
+        options
     };
     let mode = match sharding.replicas {
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
@@ -158,9 +159,10 @@ fn prove<A: Architecture>(
     }
     let mut certificates: Vec<Certificate> = Vec::new();
     for ((is_later, _), (number, rate)) in kinds {
-        let step = match is_later {
-            true => (OptimizerStep::Next, rate),
-            false => (OptimizerStep::First, rate),
+        let step = if is_later {
+            (OptimizerStep::Next, rate)
+        } else {
+            (OptimizerStep::First, rate)
         };
         let real = traced(sizes, config, shape, step)?;
         let mut refused = None;
@@ -222,9 +224,10 @@ fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
 
 /// Returns the loss to trace for a device: only the CPU has the models' kernels.
 fn loss_on<M: LanguageModel>(device: &Device) -> fn(&M, Tokens) -> Tensor<1> {
-    match *device == Device::flex() {
-        true => loss::<M>,
-        false => |model, (inputs, targets)| model.mean_loss(inputs, targets),
+    if *device == Device::flex() {
+        loss::<M>
+    } else {
+        |model, (inputs, targets)| model.mean_loss(inputs, targets)
     }
 }
 
@@ -364,12 +367,13 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         let plan = MemoryPlan::new(graph, self.world.rank())?;
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
-            match self.config.device(self.world) == Device::flex() {
-                true => console::tell(format_args!(
+            if self.config.device(self.world) == Device::flex() {
+                console::tell(format_args!(
                     "compiled: {nodes} operations, at most {peak} of tensors per rank"
-                )),
+                ))
+            } else {
                 // The plan is of the CPU's memory.
-                false => console::tell(format_args!("compiled: {nodes} operations")),
+                console::tell(format_args!("compiled: {nodes} operations"))
             }
         }
         let moments = plan.moments.iter().map(|moment| moment.during);

@@ -180,9 +180,10 @@ impl TrainConfig {
             init: args.model.init,
             save_init: args.model.save_init,
             data,
-            eval_every: args.data.eval_every.unwrap_or(match args.data.synthetic {
-                true => 0,
-                false => EVAL_EVERY,
+            eval_every: args.data.eval_every.unwrap_or(if args.data.synthetic {
+                0
+            } else {
+                EVAL_EVERY
             }),
             eval_batches: args.data.eval_batches,
             batch,
@@ -356,12 +357,13 @@ fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), Inpu
     if !batch.is_multiple_of(ranks) {
         return Err(InputError::RanksDoNotDivideBatch { ranks, batch });
     }
-    match (batch / ranks).is_multiple_of(accumulate) {
-        true => Ok(()),
-        false => Err(InputError::MicroBatchesDoNotDivide {
+    if (batch / ranks).is_multiple_of(accumulate) {
+        Ok(())
+    } else {
+        Err(InputError::MicroBatchesDoNotDivide {
             accumulate,
             rows: batch / ranks,
-        }),
+        })
     }
 }
 

@@ -98,14 +98,15 @@ impl<'a, A: Architecture> Eager<'a, A> {
         let again = self.config.step.activation_checkpointing;
         let start = Instant::now();
         let loss = catch(|| {
-            model.loss_by(inputs, targets, |block, x, shared| match again {
-                true => {
+            model.loss_by(inputs, targets, |block, x, shared| {
+                if again {
                     let shared = shared.clone();
                     let run =
                         move |block: &BlockOf<A>, x| A::Model::run_block(block, x, &shared, None);
                     recompute(block, x, run)
+                } else {
+                    A::Model::run_block(block, x, shared, None)
                 }
-                false => A::Model::run_block(block, x, shared, None),
             })
         })?;
         let own_loss = loss.clone().into_scalar::<f32>();
@@ -135,9 +136,10 @@ impl<'a, A: Architecture> Eager<'a, A> {
         for micro in 0..num_micro {
             let is_last = micro + 1 == num_micro;
             let run = || self.micro_step(step, micro, model);
-            let (loss, gradients) = match self.config.step.no_sync && !is_last {
-                true => no_sync(model, run)??,
-                false => run()?,
+            let (loss, gradients) = if self.config.step.no_sync && !is_last {
+                no_sync(model, run)??
+            } else {
+                run()?
             };
             own_loss += loss / num_micro as f32;
             if num_micro == 1 {

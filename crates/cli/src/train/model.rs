@@ -113,11 +113,12 @@ fn check_hosts(hosts: &[String], each: usize) -> Result<(), RankError> {
         seen.push(&chunk[0]);
         is_new && chunk.len() == each && chunk.iter().all(|host| *host == chunk[0])
     });
-    match is_even {
-        true => Ok(()),
-        false => Err(RankError::Hosts {
+    if is_even {
+        Ok(())
+    } else {
+        Err(RankError::Hosts {
             hosts: hosts.join(", "),
-        }),
+        })
     }
 }
 

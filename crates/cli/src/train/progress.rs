@@ -15,10 +15,11 @@ pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
     pub(crate) fn new(config: &TrainConfig, is_first: bool, first_step: usize) -> Self {
-        let target = match is_first && !config.json {
+        let target = if is_first && !config.json {
             // The bar hides itself if stderr is not a terminal.
-            true => ProgressDrawTarget::stderr(),
-            false => ProgressDrawTarget::hidden(),
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
         };
         let bar = ProgressBar::with_draw_target(Some(config.num_steps() as u64), target);
         let style = ProgressStyle::with_template(TEMPLATE);

@@ -133,11 +133,12 @@ fn restore(
 
 /// Measures the operations per second of matrix products, if the run is to measure them. Collective.
 fn products(config: &TrainConfig, world: &ProcessGroup) -> Result<Option<f64>, RankError> {
-    match config.measures_limits {
-        true => Ok(Some(
+    if config.measures_limits {
+        Ok(Some(
             Limits::measure(world, &config.device(world))?.products,
-        )),
-        false => Ok(None),
+        ))
+    } else {
+        Ok(None)
     }
 }
 
@@ -158,9 +159,10 @@ fn trainer<'a, A: Architecture>(
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
 ) -> Result<Box<dyn Trainer + 'a>, RankError> {
-    match config.is_compiled {
-        true => compiled::trainer(sizes, config, world, mesh),
-        false => Ok(Box::new(Eager::new(sizes, config, world, mesh)?)),
+    if config.is_compiled {
+        compiled::trainer(sizes, config, world, mesh)
+    } else {
+        Ok(Box::new(Eager::new(sizes, config, world, mesh)?))
     }
 }
 
@@ -274,13 +276,12 @@ impl Run<'_> {
         let mut start = Instant::now();
         for step in result.first_step..config.num_steps() {
             let (before, staged) = (self.world.counts(), trainer.staged()?);
-            let own_loss = match traced_step == Some(step) {
-                false => trainer.step(step)?,
-                true => {
-                    let own_loss;
-                    (own_loss, result.trace) = trainer.traced_step(step, self.origin)?;
-                    own_loss
-                }
+            let own_loss = if traced_step == Some(step) {
+                let own_loss;
+                (own_loss, result.trace) = trainer.traced_step(step, self.origin)?;
+                own_loss
+            } else {
+                trainer.step(step)?
             };
             result.collectives = Collectives::of(&self.world.counts().since(&before));
             let [to_host, to_device] = trainer.staged()?;
@@ -300,9 +301,10 @@ impl Run<'_> {
             result.losses.push(loss);
             result.seconds.push(seconds);
 
-            let eval_loss = match config.evaluates_after(step) {
-                true => trainer.evaluate()?,
-                false => None,
+            let eval_loss = if config.evaluates_after(step) {
+                trainer.evaluate()?
+            } else {
+                None
             };
             let tokens_per_s = config.tokens_per_step() as f64 / seconds;
             let line = StepLine {

@@ -291,10 +291,13 @@ impl Recipe {
     /// Returns the number of values that the optimizer keeps for each element of a parameter.
     pub(crate) fn values_of(&self, path: &str) -> usize {
         match self.name {
-            OptimizerName::Muon => match self.owned().contains(&path) {
-                true => 1,
-                false => 2,
-            },
+            OptimizerName::Muon => {
+                if self.owned().contains(&path) {
+                    1
+                } else {
+                    2
+                }
+            }
             OptimizerName::Adamw | OptimizerName::Adam => 2,
             OptimizerName::Sgd => usize::from(self.numbers.momentum > 0.0),
             OptimizerName::Rmsprop => 1 + usize::from(self.numbers.momentum > 0.0),
@@ -355,9 +358,10 @@ fn put(
             Some(groups) => groups.with_group(members, optimizer),
         }
     }
-    match seals {
-        true => joined(groups, members, SealedOptimizer::new(optimizer)),
-        false => joined(groups, members, optimizer),
+    if seals {
+        joined(groups, members, SealedOptimizer::new(optimizer))
+    } else {
+        joined(groups, members, optimizer)
     }
 }
 
@@ -400,13 +404,14 @@ fn undecayed(
 
 /// Checks the learning rate.
 fn check_rate(rate: f64) -> Result<(), InputError> {
-    match rate.is_finite() && rate >= 0.0 {
-        true => Ok(()),
-        false => Err(InputError::OutOfRange {
+    if rate.is_finite() && rate >= 0.0 {
+        Ok(())
+    } else {
+        Err(InputError::OutOfRange {
             flag: "--lr",
             value: rate,
             expected: "a number of at least 0",
-        }),
+        })
     }
 }
 

@@ -38,9 +38,10 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let start_rss_bytes = host::rss_bytes();
     let is_first = config.ranks.have_first();
     // Processes write nothing before they have agreed on their arguments and data.
-    let metrics = match config.ranks.are_processes() {
-        false => Some(begin_files(&config)?),
-        true => None,
+    let metrics = if config.ranks.are_processes() {
+        None
+    } else {
+        Some(begin_files(&config)?)
     };
     obey_signals(&config);
     let on_ranks = config.clone();
@@ -90,15 +91,17 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         failures.extend(written.err().map(|error| error.to_string()));
     }
     report.failures.clone_from(&failures);
-    let text = match config.json {
-        true => report.to_json(),
-        false => report.to_string(),
+    let text = if config.json {
+        report.to_json()
+    } else {
+        report.to_string()
     };
     let printed = console::answer(text);
     end_by_signal(&config);
-    match failures.is_empty() {
-        true => printed,
-        false => Err(Failure::Unfinished(failures.join("; "))),
+    if failures.is_empty() {
+        printed
+    } else {
+        Err(Failure::Unfinished(failures.join("; ")))
     }
 }
 
@@ -143,9 +146,10 @@ fn run_rank(
         };
     }
     // Processes have no other common point in time.
-    let origin = match are_processes {
-        true => Instant::now(),
-        false => start.origin,
+    let origin = if are_processes {
+        Instant::now()
+    } else {
+        start.origin
     };
     let mut outcome = rank::train(config, world, &mesh, origin, metrics)?;
     let lost = operations.as_ref().and_then(|lost| lost.get());

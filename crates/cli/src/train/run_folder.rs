@@ -91,12 +91,11 @@ impl CheckpointConfig {
                 problem: "is empty; give a name, such as steps".to_owned(),
             });
         }
-        let (folder, resumed) = match ranks.have_first() {
-            true => {
-                let (folder, resumed) = take(&args, path, state)?;
-                (folder, OnceLock::from(resumed))
-            }
-            false => (Checkpoints::new(&path), OnceLock::new()),
+        let (folder, resumed) = if ranks.have_first() {
+            let (folder, resumed) = take(&args, path, state)?;
+            (folder, OnceLock::from(resumed))
+        } else {
+            (Checkpoints::new(&path), OnceLock::new())
         };
         let deadline = Duration::from_secs(args.save_deadline.min(1 << 31));
         Ok(Some(Self {

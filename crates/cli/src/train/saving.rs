@@ -74,9 +74,10 @@ impl<'a> Saving<'a> {
                 keep_last: checkpoints.keep_last,
             },
             is_first: rank == 0,
-            last_save: match config.ranks.are_processes() {
-                true => Some(world.isolate("last save", checkpoints.save_deadline)?),
-                false => None,
+            last_save: if config.ranks.are_processes() {
+                Some(world.isolate("last save", checkpoints.save_deadline)?)
+            } else {
+                None
             },
             // Shorter than ranks wait for each other.
             saves: saves.patience(config.deadline / 2),
@@ -183,9 +184,10 @@ impl<'a> Saving<'a> {
         let failure = failure.map(|error| {
             // If another rank failed, the error already contains this text.
             let (said, text) = (format!("step {steps} was not saved"), error.to_string());
-            match text.starts_with(&said) {
-                true => text,
-                false => format!("{said}: {text}"),
+            if text.starts_with(&said) {
+                text
+            } else {
+                format!("{said}: {text}")
             }
         });
         Ok((self.saves.newest(), failure))
@@ -274,9 +276,10 @@ impl Contents<'_> {
         SaveRequest {
             model: json!(config.model),
             keep_last: self.keep_last,
-            existing: match self.checkpoints.may_replace(steps as u64) {
-                true => Existing::Replace,
-                false => Existing::Refuse,
+            existing: if self.checkpoints.may_replace(steps as u64) {
+                Existing::Replace
+            } else {
+                Existing::Refuse
             },
             ..SaveRequest::new(taken.plan.clone(), training)
         }

@@ -67,12 +67,13 @@ fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError>
         });
     }
     let model = ModelConfig::from_hugging_face(folder)?;
-    match args.seq > model.seq() {
-        true => Err(InputError::TooLongSequence {
+    if args.seq > model.seq() {
+        Err(InputError::TooLongSequence {
             seq: args.seq,
             longest: model.seq(),
-        }),
-        false => Ok(model),
+        })
+    } else {
+        Ok(model)
     }
 }
 

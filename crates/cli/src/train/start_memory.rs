@@ -44,12 +44,13 @@ fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
         world.barrier("counted")?;
         HEAP.reset_peak_usage();
         world.barrier("measured")?;
-        let (compiled, eager) = match config.is_compiled {
-            true => (
+        let (compiled, eager) = if config.is_compiled {
+            (
                 Some(compiled::trainer(sizes, &config, &world, &mesh)?),
                 None,
-            ),
-            false => (None, Some(Eager::new(sizes, &config, &world, &mesh)?)),
+            )
+        } else {
+            (None, Some(Eager::new(sizes, &config, &world, &mesh)?))
         };
         world.barrier("made")?;
         let seen = (HEAP.peak_usage() - before, HEAP.current_usage() - before);

@@ -13,9 +13,10 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "trained {}{} parameters on {} rank{} ({}{}), {}",
-            match self.trained_params == self.params {
-                true => String::new(),
-                false => format!("{} adapter parameters on top of ", self.trained_params),
+            if self.trained_params == self.params {
+                String::new()
+            } else {
+                format!("{} adapter parameters on top of ", self.trained_params)
             },
             self.params,
             self.ranks,
@@ -26,12 +27,13 @@ impl fmt::Display for Report {
         )?;
         if self.first_step > 0 {
             write!(f, "resumed    from step {}", self.first_step)?;
-            match self.losses.is_empty() {
-                true => writeln!(
+            if self.losses.is_empty() {
+                writeln!(
                     f,
                     ", with no steps left to train; raise --steps to continue"
-                )?,
-                false => writeln!(f)?,
+                )?
+            } else {
+                writeln!(f)?
             }
         }
         if let (Some(first), Some(last)) = (self.losses.first(), self.losses.last()) {

@@ -138,12 +138,13 @@ fn a_damaged_step_is_an_error_or_passed_over() {
     let folder = Folder::new();
     folder.report(&format!("{DIR} --warmup 0 --steps 4 --save-every 2"));
     let file = "steps/step-000004/rank-00001.safetensors";
-    let file = match folder.path(file).exists() {
-        true => file.to_owned(),
-        false => format!(
+    let file = if folder.path(file).exists() {
+        file.to_owned()
+    } else {
+        format!(
             "steps/step-000004/{}",
             folder.names_in("steps/step-000004")[1]
-        ),
+        )
     };
     let mut bytes = std::fs::read(folder.path(&file)).expect("a file");
     let last = bytes.len() - 3;

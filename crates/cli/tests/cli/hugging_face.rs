@@ -383,9 +383,10 @@ pub(crate) fn copy_folder(from: &Path, into: &Path) {
     for entry in std::fs::read_dir(from).expect("a folder") {
         let entry = entry.expect("an entry");
         let target = into.join(entry.file_name());
-        match entry.file_type().expect("a type").is_dir() {
-            true => copy_folder(&entry.path(), &target),
-            false => drop(std::fs::copy(entry.path(), target).expect("copied")),
+        if entry.file_type().expect("a type").is_dir() {
+            copy_folder(&entry.path(), &target)
+        } else {
+            std::fs::copy(entry.path(), target).expect("copied");
         }
     }
 }

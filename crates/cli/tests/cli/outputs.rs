@@ -29,19 +29,19 @@ fn an_unread_stderr_does_not_panic() {
     ] {
         for (log, closed) in [("off", false), ("trace", false), ("off", true)] {
             let _ = std::fs::remove_dir_all(folder.path("s"));
-            let sizes = match arguments.starts_with("train") {
-                true => "--layers 1 --dim 16 --heads 2 --seq 8 --batch 4",
-                false => "",
+            let sizes = if arguments.starts_with("train") {
+                "--layers 1 --dim 16 --heads 2 --seq 8 --batch 4"
+            } else {
+                ""
             };
             let mut command = folder.command(&format!("{arguments} {sizes}"));
             command.env("RUST_LOG", log).stdout(Stdio::null());
-            let status = match closed {
-                false => command.stderr(full()).status().expect("runs"),
-                true => {
-                    let mut child = command.stderr(Stdio::piped()).spawn().expect("runs");
-                    drop(child.stderr.take());
-                    child.wait().expect("an end")
-                }
+            let status = if closed {
+                let mut child = command.stderr(Stdio::piped()).spawn().expect("runs");
+                drop(child.stderr.take());
+                child.wait().expect("an end")
+            } else {
+                command.stderr(full()).status().expect("runs")
             };
             assert_eq!(
                 status.code(),

@@ -147,9 +147,10 @@ fn a_step_of_the_eager_engine_is_traced() {
                 .filter(|span| span.rank == rank && span.name == span.kinds);
             let phases: Vec<_> = phases.map(|span| span.name.as_str()).collect();
             let one = ["forward", "backward"];
-            let expected = match flags.contains("accumulate") {
-                true => [&one[..], &one, &["optimizer"]].concat(),
-                false => [&one[..], &["optimizer"]].concat(),
+            let expected = if flags.contains("accumulate") {
+                [&one[..], &one, &["optimizer"]].concat()
+            } else {
+                [&one[..], &["optimizer"]].concat()
             };
             assert_eq!(phases, expected, "{flags}");
         }

@@ -41,9 +41,10 @@ impl<'a> Call<'a> {
     pub(crate) fn rooted(mut self, root: usize) -> Result<Self, Error> {
         self.signature.root = Some(root);
         let size = self.group.size();
-        match root < size {
-            true => Ok(self),
-            false => Err(self.argument("root", format!("a rank below {size}"), root.to_string())),
+        if root < size {
+            Ok(self)
+        } else {
+            Err(self.argument("root", format!("a rank below {size}"), root.to_string()))
         }
     }
 

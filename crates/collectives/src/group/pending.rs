@@ -223,9 +223,10 @@ impl<T> Pending<T> {
         if let Some(altered) = altered {
             return Err(self.altered(altered));
         }
-        let checksums = match findings.results.len() == buffers.len() {
-            true => findings.results,
-            false => self.checksums(buffers),
+        let checksums = if findings.results.len() == buffers.len() {
+            findings.results
+        } else {
+            self.checksums(buffers)
         };
         let mut replicas = lock(replicas);
         if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {

@@ -13,9 +13,10 @@ pub(crate) struct Bytes {
 
 impl Tokenizer for Bytes {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        match text.contains('\u{7f}') {
-            true => Err("it has no token for DEL".to_owned()),
-            false => Ok(text.bytes().map(u32::from).collect()),
+        if text.contains('\u{7f}') {
+            Err("it has no token for DEL".to_owned())
+        } else {
+            Ok(text.bytes().map(u32::from).collect())
         }
     }
 

@@ -50,9 +50,12 @@ pub(crate) fn run(
     });
     let sources: Vec<Source<'_>> = sources.collect();
     let is_half = dtype == DType::BF16;
-    let numbers = program.numbers().map(|number| match is_half {
-        true => rounded(number).to_f32(),
-        false => number,
+    let numbers = program.numbers().map(|number| {
+        if is_half {
+            rounded(number).to_f32()
+        } else {
+            number
+        }
     });
     let numbers: Vec<f32> = numbers.collect();
     let registers = Registers::of(program);

@@ -87,9 +87,10 @@ fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
         let is_loss = [Op::CrossEntropy, Op::LogLikelihood].contains(&operation) && number == 1;
         assert_eq!(half.dtype(), if is_loss { DType::F32 } else { DType::BF16 });
         for (found, expected) in floats(half).into_iter().zip(floats(full)) {
-            let expected = match is_loss {
-                true => expected,
-                false => bf16::from_f32(expected).to_f32(),
+            let expected = if is_loss {
+                expected
+            } else {
+                bf16::from_f32(expected).to_f32()
             };
             let is_same = found == expected || found.is_nan() && expected.is_nan();
             assert!(is_same, "{operation:?}: {found} is not {expected}");

@@ -187,9 +187,10 @@ fn folders_of_transformers_have_its_logits_loss_and_gradients() {
             let ours = found.found.remove(&spec.path).expect(&spec.path);
             let (shape, theirs) = &expected[&format!("grad.{}", spec.name)];
             assert_eq!(*shape, spec.shape, "{name}: {}", spec.name);
-            let ours = match spec.is_transposed {
-                true => transposed(&ours, shape[1], shape[0]),
-                false => ours,
+            let ours = if spec.is_transposed {
+                transposed(&ours, shape[1], shape[0])
+            } else {
+                ours
             };
             let apart = difference(&ours, theirs);
             assert!(apart < TOLERANCE, "{name}: {} by {apart:e}", spec.name);

@@ -114,9 +114,10 @@ fn a_share_reads_its_own_bytes() {
             let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
             weights.read(&spec.path, range.clone()).unwrap();
             let own = 2 * range.len() as u64;
-            let more = match spec.is_transposed {
-                true => 2 * 2 * spec.shape[0] as u64,
-                false => 0,
+            let more = if spec.is_transposed {
+                2 * 2 * spec.shape[0] as u64
+            } else {
+                0
             };
             let read = weights.num_bytes_read();
             assert!(

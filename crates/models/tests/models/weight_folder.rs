@@ -152,9 +152,10 @@ fn an_index_that_does_not_fit_its_files_is_refused() {
         "model-00002-of-00002.safetensors",
     );
     let swapped = |index: &mut Value| {
-        let file = match index["weight_map"]["wte.weight"] == first {
-            true => second,
-            false => first,
+        let file = if index["weight_map"]["wte.weight"] == first {
+            second
+        } else {
+            first
         };
         index["weight_map"]["wte.weight"] = json!(file);
     };

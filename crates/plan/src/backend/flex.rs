@@ -207,9 +207,10 @@ fn pair(op: &BinaryOpIr, operands: &[Operand]) -> Option<(Operand, Operand)> {
 }
 
 fn expanded(operand: &Operand, shape: &[usize]) -> Operand {
-    let strides = match operand.strides.shape == shape {
-        true => operand.strides.clone(),
-        false => operand.strides.expanded(shape),
+    let strides = if operand.strides.shape == shape {
+        operand.strides.clone()
+    } else {
+        operand.strides.expanded(shape)
     };
     Operand {
         strides,
@@ -260,9 +261,10 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
                     at.min(size)
                 }
             };
-            let start = match slice.step > 0 {
-                true => index(slice.start),
-                false => slice.end.map_or(size, index) - 1,
+            let start = if slice.step > 0 {
+                index(slice.start)
+            } else {
+                slice.end.map_or(size, index) - 1
             };
             (start.max(0) as usize, slice.step)
         })

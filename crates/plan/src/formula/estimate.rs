@@ -46,9 +46,10 @@ impl Estimate {
     pub fn new(job: &Job, machine: &Machine, available: u64) -> Self {
         let peak = job.peak();
         let fits = peak.bytes.total() <= available;
-        let advice = match fits {
-            true => Vec::new(),
-            false => advise(job, available, &|job| Some(job.peak_bytes())),
+        let advice = if fits {
+            Vec::new()
+        } else {
+            advise(job, available, &|job| Some(job.peak_bytes()))
         };
         Self {
             num_params: job.model.num_params(),

@@ -247,12 +247,10 @@ impl Job {
 
     /// Returns the bytes of host memory that each rank needs for offloaded tensors.
     pub fn host_bytes(&self) -> u64 {
-        match self.is_offloaded {
-            true => {
-                ((MASTER + STATES + GRADIENT) * self.model.num_params() as f64 * self.share())
-                    as u64
-            }
-            false => 0,
+        if self.is_offloaded {
+            ((MASTER + STATES + GRADIENT) * self.model.num_params() as f64 * self.share()) as u64
+        } else {
+            0
         }
     }
 
@@ -314,9 +312,12 @@ impl Job {
             Strategy::NoShard => (0.0, 2.0 * layers * block, 2.0 * root),
         };
         let hidden = self.prefetch > 0;
-        let beside = |compute: f64, communication: f64| match hidden {
-            true => compute.max(communication),
-            false => compute + communication,
+        let beside = |compute: f64, communication: f64| {
+            if hidden {
+                compute.max(communication)
+            } else {
+                compute + communication
+            }
         };
         let offload = self.offload_seconds(machine);
         let optimizer = self.optimizer_seconds(machine);
@@ -346,9 +347,10 @@ impl Job {
     fn optimizer_seconds(&self, machine: &Machine) -> f64 {
         let params = self.model.num_params() as f64 * self.share();
         let bytes = params * (2.0 * (MASTER + STATES) + GRADIENT);
-        match self.is_offloaded {
-            true => bytes / machine.host_bandwidth,
-            false => bytes / machine.memory_bandwidth,
+        if self.is_offloaded {
+            bytes / machine.host_bandwidth
+        } else {
+            bytes / machine.memory_bandwidth
         }
     }
 }

@@ -39,10 +39,11 @@ impl Transformer {
     /// Returns the number of parameters of a block, the unit that is gathered at once.
     pub fn block_params(&self) -> u64 {
         let norms = 2 * self.dim;
-        let biases = match self.has_bias {
+        let biases = if self.has_bias {
             // Biases of both norms, of queries, keys, values and output, and of the MLP.
-            true => 2 * self.dim + 2 * self.dim + 2 * self.kv_dim() + self.hidden + self.dim,
-            false => 0,
+            2 * self.dim + 2 * self.dim + 2 * self.kv_dim() + self.hidden + self.dim
+        } else {
+            0
         };
         self.block_weights() + (norms + biases) as u64
     }
@@ -88,12 +89,13 @@ impl Transformer {
     /// product.
     pub fn selective_elements(&self) -> f64 {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
-        let kept = match self.is_gated {
+        let kept = if self.is_gated {
             // Queries, values, gate and down projection are kept. Keys, output and up projection are recomputed.
-            true => dim + kv_dim + hidden + dim,
+            dim + kv_dim + hidden + dim
+        } else {
             // The fused queries, keys and values, and the up projection are kept. Output and down projection are
             // recomputed.
-            false => dim + 2 * kv_dim + hidden,
+            dim + 2 * kv_dim + hidden
         };
         (2 * dim + kept) as f64
     }

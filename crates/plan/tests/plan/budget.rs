@@ -93,13 +93,15 @@ struct Case {
 impl Case {
     fn random(random: &mut StdRng, most_blocks: usize) -> Self {
         let options = Options::default().kernels(random.random_bool(0.5));
-        let options = match random.random_bool(0.3) {
-            true => options.precision(Precision::new(FloatDType::BF16)),
-            false => options,
+        let options = if random.random_bool(0.3) {
+            options.precision(Precision::new(FloatDType::BF16))
+        } else {
+            options
         };
-        let place = match random.random_bool(0.5) {
-            true => OptimizerPlace::InBackward,
-            false => OptimizerPlace::AtEnd,
+        let place = if random.random_bool(0.5) {
+            OptimizerPlace::InBackward
+        } else {
+            OptimizerPlace::AtEnd
         };
         let strategies = [
             Strategy::FullShard,

@@ -114,9 +114,10 @@ impl Auditor {
         }
         let (choice, order) = (choice(), order());
         let is_new = self.followed.get(&choice) != Some(&order);
-        self.step = match is_new || self.audit == Audit::EveryStep {
-            true => Step::Audited { choice, order },
-            false => Step::Plain,
+        self.step = if is_new || self.audit == Audit::EveryStep {
+            Step::Audited { choice, order }
+        } else {
+            Step::Plain
         };
     }
 

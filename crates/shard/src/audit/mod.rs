@@ -40,9 +40,10 @@ pub enum Audit {
 /// [`NewOrders`](Self::NewOrders) in debug builds, otherwise [`Off`](Self::Off).
 impl Default for Audit {
     fn default() -> Self {
-        match cfg!(debug_assertions) {
-            true => Self::NewOrders,
-            false => Self::Off,
+        if cfg!(debug_assertions) {
+            Self::NewOrders
+        } else {
+            Self::Off
         }
     }
 }

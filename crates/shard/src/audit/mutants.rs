@@ -252,10 +252,7 @@ fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
         let groups = [Group::Shards, Group::Replicas]
             .map(|group| (format!("{group:?}"), layout.group(group, index)));
         let wanted = |_| Wanted {
-            due: match syncs {
-                true => Due::Yes,
-                false => Due::No,
-            },
+            due: if syncs { Due::Yes } else { Due::No },
             scale,
         };
         let fault = rank.auditor.fault(|_| groups.to_vec(), wanted);

@@ -205,9 +205,10 @@ impl Generation {
     }
 
     pub(crate) fn named(&self, slot: usize) -> String {
-        let kind = match self.unit.slots[slot].is_gathered() {
-            true => "the shard",
-            false => "the parameter",
+        let kind = if self.unit.slots[slot].is_gathered() {
+            "the shard"
+        } else {
+            "the parameter"
         };
         self.named_as(kind, slot)
     }
@@ -290,9 +291,10 @@ impl Generation {
     /// leaf if `parent` is on another device (for an offloaded unit) or has a different shape.
     pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
         let is_flat = self.unit.slots[slot].shown_dims() == 1;
-        match is_flat && self.unit.offload.is_none() {
-            true => parent,
-            false => self.own_leaf(slot),
+        if is_flat && self.unit.offload.is_none() {
+            parent
+        } else {
+            self.own_leaf(slot)
         }
     }
 

@@ -93,9 +93,10 @@ pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
             roots.push(root);
         }
     }
-    match roots.is_empty() {
-        true => Err(Error::NotSharded),
-        false => Ok(roots),
+    if roots.is_empty() {
+        Err(Error::NotSharded)
+    } else {
+        Ok(roots)
     }
 }
 

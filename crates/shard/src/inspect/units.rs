@@ -66,9 +66,10 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
                 .unwrap_or(member.generation.clone()),
         });
     }
-    match units.is_empty() {
-        true => Err(Error::NotSharded),
-        false => Ok(units),
+    if units.is_empty() {
+        Err(Error::NotSharded)
+    } else {
+        Ok(units)
     }
 }
 
@@ -90,9 +91,10 @@ impl UnitHandle {
         let slots = self.unit.slots.iter();
         UnitMemory {
             parameters: slots.map(|slot| slot.held_bytes(rank)).sum(),
-            unsharded: match self.generation.life.is_unsharded() {
-                true => self.unit.gathered_bytes(),
-                false => 0,
+            unsharded: if self.generation.life.is_unsharded() {
+                self.unit.gathered_bytes()
+            } else {
+                0
             },
             unreduced: self.root.held_bytes_of(&self.unit),
         }

@@ -48,9 +48,10 @@ pub fn grad_norm<M: Module>(
             Norm::Infinity => "infinity".to_owned(),
         },
     })?;
-    let reduction = match measure.is_largest() {
-        true => Reduction::max(),
-        false => Reduction::sum(),
+    let reduction = if measure.is_largest() {
+        Reduction::max()
+    } else {
+        Reduction::sum()
     };
     for root in inspect::roots_of(module)? {
         root.expect_between_steps()?;
@@ -114,9 +115,10 @@ pub fn clip_grad_norm<M: Module>(
     }
     let coefficient = clip.coefficient(total_norm);
     // A factor of 1 changes nothing. A NaN must propagate.
-    let gradients = match coefficient == 1.0 {
-        true => gradients,
-        false => gradients::scaled(module, gradients, coefficient)?,
+    let gradients = if coefficient == 1.0 {
+        gradients
+    } else {
+        gradients::scaled(module, gradients, coefficient)?
     };
     Ok(Clipped {
         gradients,
@@ -172,8 +174,9 @@ fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
     };
     let is_double = flat.dtype() == DType::F64;
     let source = tensors::source(flat, None);
-    match is_double {
-        true => measure.of_f64(source.as_bytes()),
-        false => measure.of_f32(source.as_bytes()),
+    if is_double {
+        measure.of_f64(source.as_bytes())
+    } else {
+        measure.of_f32(source.as_bytes())
     }
 }

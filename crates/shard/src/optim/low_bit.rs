@@ -132,14 +132,15 @@ impl<O: Optimizer> Optimizer for LowBitOptimizer<O> {
         let num_roundings = state.as_ref().map_or(0, |state| state.num_roundings);
         let state = state.and_then(|state| state.widened(&device));
         let (tensor, state) = self.optimizer.step(lr, tensor, grad, state);
-        let state = state.map(|state| match is_trial() {
-            // A trial tests the inner optimizer on pieces that belong to no parameter, so there are no indices for
-            // rounding.
-            true => LowBitState {
-                form: Form::Wide(state),
-                num_roundings,
-            },
-            false => {
+        let state = state.map(|state| {
+            if is_trial() {
+                // A trial tests the inner optimizer on pieces that belong to no parameter, so there are no indices for
+                // rounding.
+                LowBitState {
+                    form: Form::Wide(state),
+                    num_roundings,
+                }
+            } else {
                 let current = current();
                 let rounded = LowBitState::rounded(&state, self.format, num_roundings, &current);
                 rounded.unwrap_or_else(|error| throw(error))

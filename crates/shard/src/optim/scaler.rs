@@ -88,9 +88,10 @@ impl LossScaler {
     /// Returns the loss times the scale, ready for backward. A half-precision loss becomes `f32`, so the product fits.
     /// Not collective.
     pub fn scale<const D: usize>(&self, loss: Tensor<D>) -> Tensor<D> {
-        let loss = match is_half(loss.dtype()) {
-            true => loss.cast(FloatDType::F32),
-            false => loss,
+        let loss = if is_half(loss.dtype()) {
+            loss.cast(FloatDType::F32)
+        } else {
+            loss
         };
         loss.mul_scalar(self.state.scale)
     }

@@ -50,9 +50,10 @@ impl Identity {
 
     /// Returns the identity of a shard whose stand-in has just received a new id from a record.
     pub(crate) fn unsettled(&self) -> Self {
-        match self.is_settled() {
-            true => Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false),
-            false => self.clone(),
+        if self.is_settled() {
+            Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false)
+        } else {
+            self.clone()
         }
     }
 

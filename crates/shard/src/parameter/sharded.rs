@@ -234,9 +234,10 @@ impl Module for ShardedParam {
         let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
             Some((loaded, keeps_id)) => {
                 let value = value.with_elements(loaded);
-                let identity = match keeps_id {
-                    true => identity,
-                    false => identity.unsettled(),
+                let identity = if keeps_id {
+                    identity
+                } else {
+                    identity.unsettled()
                 };
                 (value, identity)
             }
@@ -247,9 +248,10 @@ impl Module for ShardedParam {
                 mapper.exit_module(NAME, CONTAINER);
                 let value = mapped(&generation, shown, path, mapper);
                 mapper.enter_module(NAME, CONTAINER);
-                let identity = match value.id() == before {
-                    true => identity,
-                    false => Identity::new(value.id()),
+                let identity = if value.id() == before {
+                    identity
+                } else {
+                    Identity::new(value.id())
                 };
                 (guarded(value, &generation, generation.slot), identity)
             }

@@ -81,15 +81,16 @@ impl Accumulation {
             place
                 .as_ref()
                 .map_or(Ok(()), |earlier| earlier.check(generation, named))?;
-            let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
-                true => gradient,
-                false => Gradient {
+            let gradient = if gradient.tensor.dtype() == slot.elements.reduce.dtype {
+                gradient
+            } else {
+                Gradient {
                     tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
                     account: pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
                     tag: gradient.tag,
                     seal: None,
-                },
+                }
             };
             gradient.add_to(place);
             if let Some(sum) = place {

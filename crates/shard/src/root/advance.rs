@@ -178,9 +178,10 @@ impl Progress {
             };
             let generation = self.copy_in_use(root, operation)?;
             let is_joined = !generation.life.is_sharded();
-            match is_joined {
-                true => drop(root.start_join(&generation, operation)?),
-                false => root.start_gather(&generation, operation)?,
+            if is_joined {
+                drop(root.start_join(&generation, operation)?)
+            } else {
+                root.start_gather(&generation, operation)?
             }
             self.order.prefetched.push_back(Ahead {
                 position: next,

@@ -42,9 +42,10 @@ impl Arrival {
             return (reduction, Self::AsHeld);
         };
         let mut elements = slots.map(|slot| slot.elements.stored);
-        match elements.all(|element| element == widened.elements.stored) {
-            true => (reduction.output(widened.elements.stored.wire), Self::AsHeld),
-            false => (reduction, Self::AsReduced),
+        if elements.all(|element| element == widened.elements.stored) {
+            (reduction.output(widened.elements.stored.wire), Self::AsHeld)
+        } else {
+            (reduction, Self::AsReduced)
         }
     }
 
@@ -67,9 +68,10 @@ impl Arrival {
         if !is_host(&gradient.device()) {
             return None;
         }
-        match self.element(slot).dtype == slot.elements.stored.dtype {
-            true => Some(seal),
-            false => seal::seal(group, gradient),
+        if self.element(slot).dtype == slot.elements.stored.dtype {
+            Some(seal)
+        } else {
+            seal::seal(group, gradient)
         }
     }
 
@@ -220,9 +222,10 @@ pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gra
         return Err(Error::Hook {
             of: format!("gradient of `{}`", slot.path),
             expected: format!("{elements} elements"),
-            got: match tensor.is_autodiff() {
-                true => format!("returned {len} elements with a graph"),
-                false => format!("returned {len} elements"),
+            got: if tensor.is_autodiff() {
+                format!("returned {len} elements with a graph")
+            } else {
+                format!("returned {len} elements")
             },
         });
     }

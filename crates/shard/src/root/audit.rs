@@ -70,9 +70,10 @@ impl AtEnd<'_> {
             return Wanted { due, scale };
         };
         Wanted {
-            due: match is_reduced {
-                true => self.due(unit, index),
-                false => Due::No,
+            due: if is_reduced {
+                self.due(unit, index)
+            } else {
+                Due::No
             },
             scale: scale(unit.factors(), self.root.group.size()),
         }
@@ -107,12 +108,13 @@ impl AtEnd<'_> {
         let carried = self.audited.carried.iter();
         let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
         let carried: Vec<_> = carried.map(|(_, collective)| collective.as_str()).collect();
-        let mut text = match carried.is_empty() {
-            true => "no collective carried it".to_owned(),
-            false => format!(
+        let mut text = if carried.is_empty() {
+            "no collective carried it".to_owned()
+        } else {
+            format!(
                 "its unit's gradients went through {}",
                 carried.join(", then ")
-            ),
+            )
         };
         let order = self.progress.order.schedules.last();
         let operations: Vec<_> = order.operations().collect();
@@ -128,17 +130,19 @@ impl AtEnd<'_> {
             .take(MOST_OPERATIONS)
             .map(Operation::to_string);
         let shown = shown.collect::<Vec<_>>().join(", ");
-        let more = match operations.len() > MOST_OPERATIONS {
-            true => ", ..",
-            false => "",
+        let more = if operations.len() > MOST_OPERATIONS {
+            ", .."
+        } else {
+            ""
         };
         let _ = write!(
             text,
             "; the order has {} operations, with its reduction as number {}: {shown}{more}",
             operations.len(),
-            match ordinals.is_empty() {
-                true => "none".to_owned(),
-                false => ordinals.join(" and "),
+            if ordinals.is_empty() {
+                "none".to_owned()
+            } else {
+                ordinals.join(" and ")
             },
         );
         text

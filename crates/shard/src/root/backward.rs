@@ -39,9 +39,10 @@ impl Root {
 
     /// Keeps a full gradient until the backward of its use ends.
     pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
-        let bytes = match unit.slots[slot].is_gathered() {
-            true => unit.slots[slot].unsharded_bytes(),
-            false => 0,
+        let bytes = if unit.slots[slot].is_gathered() {
+            unit.slots[slot].unsharded_bytes()
+        } else {
+            0
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();

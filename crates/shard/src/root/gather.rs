@@ -66,9 +66,10 @@ impl Root {
         });
         let label = self.gather_label(generation, operation);
         let pending = group.start_all_gather(label, Vec::new(), parts, into.collect())?;
-        generation.life.begin_gather(match are_pieces {
-            true => Gather::Pieces(pending),
-            false => Gather::Shards(pending),
+        generation.life.begin_gather(if are_pieces {
+            Gather::Pieces(pending)
+        } else {
+            Gather::Shards(pending)
         });
         Ok(())
     }
@@ -282,12 +283,11 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
             });
         }
         let is_given = slot.elements.stored.dtype == slot.elements.compute.dtype;
-        let seal = match is_given {
-            true => generation.seal(index),
-            false => {
-                generation.check(index)?;
-                None
-            }
+        let seal = if is_given {
+            generation.seal(index)
+        } else {
+            generation.check(index)?;
+            None
         };
         let source = unit.staging.source(generation.computing(index), None);
         let source = source.sealed(seal, || Label::from(generation.named(index)));

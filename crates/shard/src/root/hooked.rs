@@ -75,9 +75,10 @@ impl Progress {
             let part = is_used.then(|| parts.next()).flatten()?;
             let tensor = as_held(generation, index, part);
             Some(Sum {
-                seal: match is_host(&tensor.device()) {
-                    true => seal::seal(&unit.groups.shard, &tensor),
-                    false => None,
+                seal: if is_host(&tensor.device()) {
+                    seal::seal(&unit.groups.shard, &tensor)
+                } else {
+                    None
                 },
                 tensor,
                 tag: tag_of_sum(&notes, number, slots.len()).times(scale),

@@ -50,9 +50,10 @@ impl Order {
     pub(super) fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
         let position = position?;
         let first = self.prefetched.front()?;
-        match first.position == position {
-            true => self.prefetched.pop_front(),
-            false => None,
+        if first.position == position {
+            self.prefetched.pop_front()
+        } else {
+            None
         }
     }
 

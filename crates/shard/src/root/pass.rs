@@ -113,9 +113,10 @@ impl Use {
 
     /// Drops the full parameters, unless the unit keeps them until backward.
     pub(super) fn close(self) -> Result<(), Error> {
-        match self.generation.unit.keeps() {
-            true => Ok(()),
-            false => self.generation.reshard_after_forward(),
+        if self.generation.unit.keeps() {
+            Ok(())
+        } else {
+            self.generation.reshard_after_forward()
         }
     }
 }

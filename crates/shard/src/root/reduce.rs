@@ -251,18 +251,15 @@ impl Progress {
             .audited
             .last_note(wish, marks, whole.iter().map(|whole| whole.given.tag));
         let lengths = note.lengths();
-        let notes = match whole.is_empty() {
-            true => {
-                let label = root.label(format_args!("end of backward"));
-                root.group.exchange(label, note.join())?
-            }
-            false => {
-                let of_reduction = |notes: &[Vec<u8>]| {
-                    let notes = Note::split_all(notes.to_vec(), lengths);
-                    notes.iter().map(Note::of_reduction).collect()
-                };
-                self.average_whole(root, note.join(), whole, of_reduction)?
-            }
+        let notes = if whole.is_empty() {
+            let label = root.label(format_args!("end of backward"));
+            root.group.exchange(label, note.join())?
+        } else {
+            let of_reduction = |notes: &[Vec<u8>]| {
+                let notes = Note::split_all(notes.to_vec(), lengths);
+                notes.iter().map(Note::of_reduction).collect()
+            };
+            self.average_whole(root, note.join(), whole, of_reduction)?
         };
         for whole in by_factors {
             let note = self.audited.note(whole.iter().map(|whole| whole.given.tag));
@@ -437,12 +434,13 @@ fn added(
 fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {
-        match generation.unit.slots[slot].is_gathered() {
-            false => tell((root, &groups.reduce), generation, slot),
-            true => groups
+        if generation.unit.slots[slot].is_gathered() {
+            groups
                 .replicas
                 .iter()
-                .for_each(|group| tell((root, group), generation, slot)),
+                .for_each(|group| tell((root, group), generation, slot))
+        } else {
+            tell((root, &groups.reduce), generation, slot)
         }
     }
 }

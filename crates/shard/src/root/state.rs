@@ -102,9 +102,10 @@ impl Root {
         // Roots are created collectively, so all ranks have issued the same number of operations.
         let number = group.counts().total().operations;
         // The other ranks of a fake group do not exist, so they have no gradients to audit.
-        let audit = match group.is_fake() {
-            true => Audit::Off,
-            false => policy.audit,
+        let audit = if group.is_fake() {
+            Audit::Off
+        } else {
+            policy.audit
         };
         let progress = Progress {
             audited: Audited::new(audit, group.rank()),
@@ -403,11 +404,12 @@ impl Root {
     /// is already inside would deadlock.
     fn turn(&self) -> Result<Turn<'_>, Error> {
         refuse_in_hook();
-        match self.stepping.swap(true, Ordering::Acquire) {
-            false => Ok(Turn(self)),
-            true => Err(Error::Concurrent {
+        if self.stepping.swap(true, Ordering::Acquire) {
+            Err(Error::Concurrent {
                 rank: self.group.rank(),
-            }),
+            })
+        } else {
+            Ok(Turn(self))
         }
     }
 }

@@ -360,15 +360,15 @@ impl Schedule {
                 *number += 1;
                 is_needed = *number <= ABANDONED_LIMIT;
             }
-            entry.idle = match is_needed {
-                true => 0,
-                false => entry.idle + 1,
-            };
+            entry.idle = if is_needed { 0 } else { entry.idle + 1 };
         }
-        self.recorded.retain(|entry| match entry.fresh {
-            true => entry.idle == 0,
-            // The marks are sent with the last reduction and equal on all ranks, so all ranks drop the same entries.
-            false => entry.idle < IDLE_LIMIT,
+        self.recorded.retain(|entry| {
+            if entry.fresh {
+                entry.idle == 0
+            } else {
+                // The marks are sent with the last reduction and equal on all ranks, so all ranks drop the same entries.
+                entry.idle < IDLE_LIMIT
+            }
         });
         self.recorded
             .iter_mut()

@@ -145,9 +145,10 @@ impl path::Visitor for Checksums {
         let sum = match self.members.remove(&path) {
             Some(member) if member.is_tied => return,
             Some(member) => {
-                let piece = match member.slot().is_gathered() {
-                    true => member.generation.unit.groups.shard.rank(),
-                    false => 0,
+                let piece = if member.slot().is_gathered() {
+                    member.generation.unit.groups.shard.rank()
+                } else {
+                    0
                 };
                 Checksum::of(piece, member.generation.value(member.index).inner())
             }

@@ -118,9 +118,10 @@ fn differing(path: &str) -> Error {
 fn wide(tensor: &LocalTensor) -> Tensor<1> {
     let bytes = tensor.elements.as_bytes().to_vec();
     let values = tensors::owned(bytes, tensor.dtype, &Device::flex());
-    match is_half(tensor.dtype) {
-        true => values.cast(DType::F32),
-        false => values,
+    if is_half(tensor.dtype) {
+        values.cast(DType::F32)
+    } else {
+        values
     }
 }
 

@@ -120,9 +120,10 @@ impl path::Mapper for Cast {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        match self.paths.contains(&place.path()) {
-            true => param.map(|state| convert::cast(state, self.dtype)),
-            false => param,
+        if self.paths.contains(&place.path()) {
+            param.map(|state| convert::cast(state, self.dtype))
+        } else {
+            param
         }
     }
 }
@@ -164,15 +165,17 @@ fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, E
     let is_root = group.rank() == 0;
     let part = |buffer: &Running| {
         let part = buffer.part()?;
-        Ok::<_, Error>(match is_root {
-            true => part,
-            false => FullPart::absent(part.num_elements, part.element),
+        Ok::<_, Error>(if is_root {
+            part
+        } else {
+            FullPart::absent(part.num_elements, part.element)
         })
     };
     let parts = buffers.iter().map(part).collect::<Result<_, _>>()?;
-    let into = match is_root {
-        true => Vec::new(),
-        false => buffers.iter().map(Running::room).collect(),
+    let into = if is_root {
+        Vec::new()
+    } else {
+        buffers.iter().map(Running::room).collect()
     };
     let received = group.broadcast(LABEL, Vec::new(), 0, parts, into)?;
     Ok(received.buffers)

@@ -447,11 +447,10 @@ impl path::Visitor for All {
                 StateTensor {
                     shape: slot.shape.clone(),
                     dtype: slot.elements.stored.dtype,
-                    held: match slot.is_gathered() {
-                        true => Held::Sharded(Box::new(member)),
-                        false => {
-                            Held::Here(Box::new(member.generation.value(member.index).inner()))
-                        }
+                    held: if slot.is_gathered() {
+                        Held::Sharded(Box::new(member))
+                    } else {
+                        Held::Here(Box::new(member.generation.value(member.index).inner()))
                     },
                     path,
                 }

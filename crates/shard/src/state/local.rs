@@ -84,19 +84,23 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
                 let slot = member.slot();
                 adapter_scale = member.generation.unit.adapter_scale(member.index);
                 let rank = member.generation.unit.groups.shard.rank();
-                let part = match slot.is_gathered() {
-                    true => LocalPart::Shard {
+                let part = if slot.is_gathered() {
+                    LocalPart::Shard {
                         range: slot.held_range(rank),
                         partition: slot.partition,
-                    },
-                    false => LocalPart::Whole,
+                    }
+                } else {
+                    LocalPart::Whole
                 };
                 (part, source(member.generation.value(member.index).inner()))
             }
-            Held::Here(flat) => match managed.contains_key(&tensor.path) {
-                true => (LocalPart::Whole, source(*flat)),
-                false => (LocalPart::Own, source(*flat)),
-            },
+            Held::Here(flat) => {
+                if managed.contains_key(&tensor.path) {
+                    (LocalPart::Whole, source(*flat))
+                } else {
+                    (LocalPart::Own, source(*flat))
+                }
+            }
             Held::Read(elements) => (LocalPart::Own, elements),
         };
         LocalTensor {

@@ -80,9 +80,10 @@ impl path::Mapper for Renew {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        match self.paths.contains(&place.path()) && param.is_initialized() {
-            true => param.map(|old| stand_in(old.dims(), &old.device())),
-            false => param,
+        if self.paths.contains(&place.path()) && param.is_initialized() {
+            param.map(|old| stand_in(old.dims(), &old.device()))
+        } else {
+            param
         }
     }
 }

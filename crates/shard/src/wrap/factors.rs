@@ -55,13 +55,14 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
         let b = factor(FACTOR_B, [lora.rank, base.shape[1]]);
         all.extend([a, b]);
     }
-    match all.len() == num_parameters {
-        true => Err(refused(
+    if all.len() == num_parameters {
+        Err(refused(
             "set for a group that matches one",
             "set for a group that matches no sharded parameter of two dims (convolutions get no adapters)"
                 .to_owned(),
-        )),
-        false => Ok(all),
+        ))
+    } else {
+        Ok(all)
     }
 }
 

@@ -65,9 +65,10 @@ fn expect_match<'a>(
     parameters: impl Iterator<Item = &'a Found> + Clone,
 ) -> Result<(), Error> {
     let paths = parameters.map(|found| found.path.as_str());
-    match paths.clone().any(|path| pattern.prefix_of(path).is_some()) {
-        true => Ok(()),
-        false => Err(unmatched(pattern.as_str(), paths)),
+    if paths.clone().any(|path| pattern.prefix_of(path).is_some()) {
+        Ok(())
+    } else {
+        Err(unmatched(pattern.as_str(), paths))
     }
 }
 
@@ -267,16 +268,17 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
 ///
 /// [`Error::Option`].
 fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Error> {
-    match tensors::can_reduce([found.dtype, compute, reduce]) {
-        true => Ok(()),
-        false => Err(Error::Option {
+    if tensors::can_reduce([found.dtype, compute, reduce]) {
+        Ok(())
+    } else {
+        Err(Error::Option {
             option: "a type of `Precision`",
             expected: "f32, bf16 or f16; leave a module in f64 unchanged",
             got: format!(
                 "{compute:?}, reduced as {reduce:?}, for `{}` in {:?}",
                 found.path, found.dtype
             ),
-        }),
+        })
     }
 }
 

@@ -23,15 +23,14 @@ pub(crate) fn value<const D: usize>(
         Some(replicas) => replicas.rank() == 0,
         None => true,
     };
-    let held = match is_first {
-        true => {
-            let source = match unit.groups.shard.rank() {
-                0 => source_of(param, slot),
-                _ => Source::empty(),
-            };
-            Some(from_first(unit, slot, source, &device)?)
-        }
-        false => None,
+    let held = if is_first {
+        let source = match unit.groups.shard.rank() {
+            0 => source_of(param, slot),
+            _ => Source::empty(),
+        };
+        Some(from_first(unit, slot, source, &device)?)
+    } else {
+        None
     };
     match &unit.groups.replicas {
         Some(replicas) => {
@@ -110,9 +109,10 @@ fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {
 fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     let value = param.val().inner();
     let flat: Tensor<1> = value.reshape([slot.partition.num_elements()]);
-    let flat = match flat.dtype() == slot.elements.stored.dtype {
-        true => flat,
-        false => flat.cast(slot.elements.stored.dtype),
+    let flat = if flat.dtype() == slot.elements.stored.dtype {
+        flat
+    } else {
+        flat.cast(slot.elements.stored.dtype)
     };
     tensors::source(flat, None)
 }

@@ -40,18 +40,20 @@ pub(crate) fn separate<M: Module>(
         let (own, ids) = (own.as_chunks::<8>().0, ids.as_chunks::<8>().0);
         rank != group.rank() && ids.iter().any(|id| own.contains(id))
     });
-    match is_clone {
-        true => Ok(cloned(module, survey)),
-        false => Ok(module),
+    if is_clone {
+        Ok(cloned(module, survey))
+    } else {
+        Ok(module)
     }
 }
 
 /// Returns the module with new running states, which no clone of it shares.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
     let survey = survey(&module)?;
-    match survey.buffers.is_empty() {
-        true => Ok(module),
-        false => Ok(cloned(module, &survey)),
+    if survey.buffers.is_empty() {
+        Ok(module)
+    } else {
+        Ok(cloned(module, &survey))
     }
 }
 

@@ -66,13 +66,14 @@ pub(super) fn check_groups(earlier: &Placed, groups: &Groups) -> Result<(), Erro
         (Some(own), Some(replicas)) => gradients::is_same(own, replicas),
         _ => false,
     };
-    match gradients::is_same(&own.shard, &groups.shard) && are_same {
-        true => Ok(()),
-        false => Err(Error::Group {
+    if gradients::is_same(&own.shard, &groups.shard) && are_same {
+        Ok(())
+    } else {
+        Err(Error::Group {
             unit: earlier.prefix.clone(),
             expected: names(groups),
             got: names(own),
-        }),
+        })
     }
 }
 

@@ -168,9 +168,10 @@ impl Reparameterizer for Sharder<'_> {
             return self.tied(field, &param);
         }
         let Some((generation, index, root_link)) = self.places.remove(path) else {
-            let param = match self.others.contains(path) {
-                true => own_leaf(param),
-                false => param,
+            let param = if self.others.contains(path) {
+                own_leaf(param)
+            } else {
+                param
             };
             return match self.lora {
                 Some(_) => (param.set_require_grad(false), None),

@@ -46,13 +46,12 @@ fn accumulated<M: Module + 'static>(
                     value += part;
                     backward(loss, &model)
                 };
-                let gradients = match synced || is_last {
-                    true => run()?,
-                    false => {
-                        let gradients = no_sync(&model, run)??;
-                        assert_eq!(gradients.len(), 0, "nothing for the optimizer yet");
-                        gradients
-                    }
+                let gradients = if synced || is_last {
+                    run()?
+                } else {
+                    let gradients = no_sync(&model, run)??;
+                    assert_eq!(gradients.len(), 0, "nothing for the optimizer yet");
+                    gradients
                 };
                 accumulator.accumulate(&model, gradients);
             }
@@ -186,9 +185,10 @@ fn handed_out_last<M: Module + 'static>(
                 let counts = world.counts().since(&before);
                 assert_eq!(memory(&model)?.unreduced, 0, "no gradient is held whole");
                 assert!(counts.total().operations > 0);
-                match is_last {
-                    true => model = optim.step(1e-2, model, gradients),
-                    false => assert_eq!(gradients.len(), 0, "nothing for the optimizer yet"),
+                if is_last {
+                    model = optim.step(1e-2, model, gradients)
+                } else {
+                    assert_eq!(gradients.len(), 0, "nothing for the optimizer yet")
                 }
             }
             losses.push(value);

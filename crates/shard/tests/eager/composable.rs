@@ -394,9 +394,12 @@ fn an_error_leaves_everything_sharded() {
         let is_broken = Arc::new(AtomicBool::new(false));
         let policy = ShardPolicy::new().units(["blocks.*"]).gradient_hook({
             let is_broken = is_broken.clone();
-            move |path, gradient| match path == "blocks.1.up.weight" && is_broken.load(Relaxed) {
-                true => gradient.slice(0..1),
-                false => gradient,
+            move |path, gradient| {
+                if path == "blocks.1.up.weight" && is_broken.load(Relaxed) {
+                    gradient.slice(0..1)
+                } else {
+                    gradient
+                }
             }
         });
         let mut model = fully_shard(model, &mesh, policy)?;

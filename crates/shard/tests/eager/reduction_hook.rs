@@ -61,9 +61,10 @@ fn orthogonal(matrix: Tensor<2>) -> Tensor<2> {
             .sum()
             .into_scalar::<f32>()
             .sqrt();
-        done.push(match length > 1e-4 * before && length > 0.0 {
-            true => own.div_scalar(length),
-            false => own.zeros_like(),
+        done.push(if length > 1e-4 * before && length > 0.0 {
+            own.div_scalar(length)
+        } else {
+            own.zeros_like()
         });
     }
     Tensor::cat(done, 1)

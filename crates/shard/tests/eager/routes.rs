@@ -115,18 +115,20 @@ impl Net {
             }
         }
         x = x.clone() + gelu(self.experts[route.expert].forward(x));
-        match route.skips_head {
-            true => x.powf_scalar(2.0).mean(),
-            false => self.head.forward(x).powf_scalar(2.0).mean(),
+        if route.skips_head {
+            x.powf_scalar(2.0).mean()
+        } else {
+            self.head.forward(x).powf_scalar(2.0).mean()
         }
     }
 
     /// Freezes and unfreezes parts, on all ranks.
     fn staged(mut self, seed: u64, step: usize) -> Self {
         fn switched<M: Module>(module: M, freezes: bool) -> M {
-            match freezes {
-                true => module.freeze(),
-                false => module.unfreeze(),
+            if freezes {
+                module.freeze()
+            } else {
+                module.unfreeze()
             }
         }
         if draw(4, (seed, step, "stage")) > 0 {
@@ -142,9 +144,12 @@ impl Net {
             number => {
                 let chosen = number as usize - 3;
                 let layers = self.layers.into_iter().enumerate();
-                let layers = layers.map(|(index, layer)| match index == chosen {
-                    true => switched(layer, freezes),
-                    false => layer,
+                let layers = layers.map(|(index, layer)| {
+                    if index == chosen {
+                        switched(layer, freezes)
+                    } else {
+                        layer
+                    }
                 });
                 self.layers = layers.collect();
             }
@@ -258,10 +263,7 @@ fn sharded(seed: u64, ranks: usize, steps: usize, layout: Layout) -> Outcome {
 
 fn agrees(ways: &[Way], ranks: &[usize]) {
     let is_long = std::env::var_os("BURN_FSDP_LONG").is_some();
-    let (steps, seeds) = match is_long {
-        true => (200, 2),
-        false => (30, 1),
-    };
+    let (steps, seeds) = if is_long { (200, 2) } else { (30, 1) };
     for seed in 0..seeds {
         for &ranks in ranks {
             let want = plainly(seed, ranks, steps);

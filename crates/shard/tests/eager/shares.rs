@@ -83,12 +83,11 @@ fn the_cut_is_chosen_by_path() {
                 };
                 let rows = rows_of(part.shape[0], ranks, world.rank());
                 let len: usize = part.shape.iter().product();
-                let want = match is_flat(&part.path) {
-                    true => rows_of(len, ranks, world.rank()),
-                    false => {
-                        let row: usize = part.shape[1..].iter().product();
-                        rows.start * row..rows.end * row
-                    }
+                let want = if is_flat(&part.path) {
+                    rows_of(len, ranks, world.rank())
+                } else {
+                    let row: usize = part.shape[1..].iter().product();
+                    rows.start * row..rows.end * row
                 };
                 flat += usize::from(is_flat(&part.path));
                 assert_eq!(*range, want, "{}", part.path);

@@ -60,9 +60,12 @@ fn counts_every_copy(device: &Device) {
             number: end.number - start.number,
             bytes: end.bytes - start.bytes,
         };
-        let expected = |number, bytes| match is_host {
-            true => Transfers::default(),
-            false => Transfers { number, bytes },
+        let expected = |number, bytes| {
+            if is_host {
+                Transfers::default()
+            } else {
+                Transfers { number, bytes }
+            }
         };
         let number = gathers + NUM_LAYERS;
         assert_eq!(

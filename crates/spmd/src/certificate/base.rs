@@ -86,9 +86,10 @@ impl Call<'_> {
     fn joined(&self, input: &Tensor, axes: &[usize], out: &TensorIr, is_all: bool) -> Tensor {
         let is_set = |element: &Element| *element != 0;
         reduced(input, axes, out.shape.as_slice(), |lane| {
-            u64::from(match is_all {
-                true => lane.iter().all(is_set),
-                false => lane.iter().any(is_set),
+            u64::from(if is_all {
+                lane.iter().all(is_set)
+            } else {
+                lane.iter().any(is_set)
             })
         })
     }

@@ -88,10 +88,13 @@ pub(super) fn measured(element: Element, order: Scalar) -> Element {
 /// Combines two sums of a norm: the larger one for the infinity norm, and otherwise their sum.
 pub(super) fn joined(a: Element, b: Element, order: Scalar) -> Element {
     match order.number() {
-        Some(f64::INFINITY) => match Kind::Float.order(a) >= Kind::Float.order(b) {
-            true => a,
-            false => b,
-        },
+        Some(f64::INFINITY) => {
+            if Kind::Float.order(a) >= Kind::Float.order(b) {
+                a
+            } else {
+                b
+            }
+        }
         _ => add(a, b),
     }
 }

@@ -61,9 +61,10 @@ fn planted(
     of: PassId,
     fault: fn(&Graph, Graph) -> Graph,
 ) -> Box<dyn GraphTransform> {
-    match pass.id() == of {
-        true => Box::new(Faulty { pass, fault }),
-        false => pass,
+    if pass.id() == of {
+        Box::new(Faulty { pass, fault })
+    } else {
+        pass
     }
 }
 

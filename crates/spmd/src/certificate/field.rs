@@ -55,9 +55,10 @@ fn of_root(value: f64) -> Option<Element> {
 /// Returns the representative of an element that is nearest to zero. Comparisons and maxima order elements by it,
 /// although sums do not preserve this order.
 pub(super) fn order(a: Element) -> i64 {
-    match a > MODULUS / 2 {
-        true => a as i64 - MODULUS as i64,
-        false => a as i64,
+    if a > MODULUS / 2 {
+        a as i64 - MODULUS as i64
+    } else {
+        a as i64
     }
 }
 

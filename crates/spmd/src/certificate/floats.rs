@@ -45,9 +45,10 @@ const MOST_WORK: u64 = 1 << 21;
 pub(super) fn check(graph: &Graph, twin: &Graph) -> Result<BTreeMap<String, usize>, Difference> {
     let mut forms: BTreeMap<String, Vec<CustomOpIr>> = BTreeMap::new();
     for (index, pair) in graph.nodes().iter().zip(twin.nodes()).enumerate() {
-        let node = match work(pair.0) > MOST_WORK {
-            true => pair.1,
-            false => pair.0,
+        let node = if work(pair.0) > MOST_WORK {
+            pair.1
+        } else {
+            pair.0
         };
         let Some((kernel, call)) = kernel_of(node) else {
             continue;
@@ -176,9 +177,10 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
         let beside = beside.unwrap_or_default();
         let scale = expected.elements.iter().filter(|of| of.is_finite());
         let largest = scale.fold(0.0, |scale: f64, of| scale.max(of.abs()));
-        let rounding = match is_half {
-            true => ROUNDING_OF_HALVES * largest + ROUNDING,
-            false => ROUNDING * largest.max(1.0),
+        let rounding = if is_half {
+            ROUNDING_OF_HALVES * largest + ROUNDING
+        } else {
+            ROUNDING * largest.max(1.0)
         };
         for (at, expected) in expected.elements.iter().enumerate() {
             let steep = beside

@@ -172,9 +172,10 @@ pub(super) fn places(
         }
     };
     let len: usize = part.iter().product();
-    match places.iter().any(|(_, own)| *own >= len) {
-        true => Err(format!("it has {len} elements instead of {}", places.len())),
-        false => Ok(places),
+    if places.iter().any(|(_, own)| *own >= len) {
+        Err(format!("it has {len} elements instead of {}", places.len()))
+    } else {
+        Ok(places)
     }
 }
 
@@ -202,9 +203,10 @@ fn constant(data: &TensorData, kind: Kind) -> Result<Tensor, String> {
         Kind::Bool => data.iter::<bool>().map(u64::from).collect(),
     };
     let shape: Vec<usize> = data.shape().to_vec();
-    match elements.len() == shape.iter().product::<usize>() {
-        true => Ok(Tensor::new(shape, elements)),
-        false => Err(format!("its data has {} elements", elements.len())),
+    if elements.len() == shape.iter().product::<usize>() {
+        Ok(Tensor::new(shape, elements))
+    } else {
+        Err(format!("its data has {} elements", elements.len()))
     }
 }
 

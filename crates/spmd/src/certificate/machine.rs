@@ -309,9 +309,10 @@ impl Machine {
                 let given = group.iter().map(|rank| {
                     let own = self.ranks[*rank].values.get(&input.id);
                     let own = own.map(|own| own.elements.as_slice());
-                    let own = match self.is_absent(*rank, input.id) {
-                        true => Some(&[][..]),
-                        false => own,
+                    let own = if self.is_absent(*rank, input.id) {
+                        Some(&[][..])
+                    } else {
+                        own
                     };
                     let id = input.id.value();
                     own.ok_or_else(|| (*rank, format!("it reads %{id}, which does not exist")))

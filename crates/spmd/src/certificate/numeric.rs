@@ -350,15 +350,9 @@ fn largest(kind: Kind, lane: &[Element]) -> Element {
 }
 
 fn higher(kind: Kind, a: Element, b: Element) -> Element {
-    match kind.order(a) >= kind.order(b) {
-        true => a,
-        false => b,
-    }
+    if kind.order(a) >= kind.order(b) { a } else { b }
 }
 
 fn lower(kind: Kind, a: Element, b: Element) -> Element {
-    match kind.order(a) <= kind.order(b) {
-        true => a,
-        false => b,
-    }
+    if kind.order(a) <= kind.order(b) { a } else { b }
 }

@@ -64,10 +64,7 @@ pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
         Some(-0.5) => inverse(function("sqrt", &[base])),
         Some(number) if number.fract() == 0.0 && number.abs() <= LARGEST => {
             let whole = power(base, number.abs() as u64);
-            match number < 0.0 {
-                true => inverse(whole),
-                false => whole,
-            }
+            if number < 0.0 { inverse(whole) } else { whole }
         }
         _ => function("power", &[base, exponent.element(Kind::Float)]),
     }
@@ -75,10 +72,7 @@ pub(super) fn power_of(base: Element, exponent: Scalar) -> Element {
 
 /// Returns the absolute value of a float.
 pub(super) fn abs(a: Element) -> Element {
-    match order(a) < 0 {
-        true => neg(a),
-        false => a,
-    }
+    if order(a) < 0 { neg(a) } else { a }
 }
 
 /// Returns the sign of a float: 1, 0 or -1.
@@ -92,10 +86,7 @@ pub(super) fn sign(a: Element) -> Element {
 
 /// Returns `a` if `decides` is positive, and zero otherwise.
 pub(super) fn where_above(decides: Element, a: Element) -> Element {
-    match order(decides) > 0 {
-        true => a,
-        false => 0,
-    }
+    if order(decides) > 0 { a } else { 0 }
 }
 
 /// Returns the gradient of a sigmoid from its result and the result's gradient.

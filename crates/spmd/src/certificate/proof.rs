@@ -194,11 +194,12 @@ impl Proof<'_> {
         }
         // An uninterpreted function of parts differs from the function of the whole tensor, so a difference need not be
         // a fault.
-        Err(match self.joined.is_some() && !opaque.is_empty() {
-            true => Error::NotProvable {
+        Err(if self.joined.is_some() && !opaque.is_empty() {
+            Error::NotProvable {
                 what: format!("by placements with {}", opaque.join(", ")),
-            },
-            false => self.first_fault(stages, bounds)?,
+            }
+        } else {
+            self.first_fault(stages, bounds)?
         })
     }
 
@@ -321,9 +322,10 @@ impl Proof<'_> {
 
     /// Creates the machine for a graph. It has one rank for the trace of a joined batch.
     fn machine(&self, graph: &Graph) -> Result<Machine, Error> {
-        let mesh = match self.joined.is_some() && !is_divided(graph) {
-            true => Mesh::line("one", 1)?,
-            false => self.mesh.clone(),
+        let mesh = if self.joined.is_some() && !is_divided(graph) {
+            Mesh::line("one", 1)?
+        } else {
+            self.mesh.clone()
         };
         Ok(Machine::new(mesh))
     }
@@ -358,12 +360,11 @@ impl Proof<'_> {
         step: usize,
     ) -> Result<Outcome, Fault> {
         let given = self.given(machine, bounds, step);
-        match is_divided(graph) {
-            true => run(machine, graph, &given),
-            false => {
-                let clip = self.clip.as_ref().filter(|_| clips(like));
-                reference::step(machine, graph, clip, &[given])
-            }
+        if is_divided(graph) {
+            run(machine, graph, &given)
+        } else {
+            let clip = self.clip.as_ref().filter(|_| clips(like));
+            reference::step(machine, graph, clip, &[given])
         }
     }
 

@@ -69,12 +69,13 @@ impl<E: Copy> Tensor<E> {
     /// Returns the tensor in another shape with the same number of elements.
     pub(super) fn reshaped(&self, shape: &[usize]) -> Result<Self, String> {
         let len: usize = shape.iter().product();
-        match len == self.len() {
-            true => Ok(Self {
+        if len == self.len() {
+            Ok(Self {
                 shape: shape.to_vec(),
                 elements: self.elements.clone(),
-            }),
-            false => Err(format!("{:?} cannot have shape {shape:?}", self.shape)),
+            })
+        } else {
+            Err(format!("{:?} cannot have shape {shape:?}", self.shape))
         }
     }
 
@@ -95,9 +96,10 @@ impl<E: Copy> Tensor<E> {
 
     /// Returns the tensor expanded to `shape`: dims of one element are repeated, and missing dims are added in front.
     pub(super) fn expanded(&self, shape: &[usize]) -> Result<Self, String> {
-        match self.shape == shape {
-            true => Ok(self.clone()),
-            false => Ok(self.taken(&self.view().expanded(shape)?)),
+        if self.shape == shape {
+            Ok(self.clone())
+        } else {
+            Ok(self.taken(&self.view().expanded(shape)?))
         }
     }
 }
@@ -203,9 +205,10 @@ impl View {
     /// Returns the view of every `step`-th index in a range of a dim. A negative step starts from the end.
     pub(super) fn sliced(mut self, dim: usize, range: std::ops::Range<usize>, step: isize) -> Self {
         let len = range.len().div_ceil(step.unsigned_abs().max(1));
-        let first = match step < 0 {
-            true => range.end as isize - 1,
-            false => range.start as isize,
+        let first = if step < 0 {
+            range.end as isize - 1
+        } else {
+            range.start as isize
         };
         self.start += if len == 0 {
             0

@@ -147,9 +147,10 @@ impl Scale {
     fn compare(&self, node: &Node, twin: &Node) -> Result<(), String> {
         let (a, b) = (Form::of(node), Form::of(twin));
         if a.node != b.node || a.sizes.len() != b.sizes.len() {
-            return Err(match node.name() == twin.name() {
-                true => "it differs from its twin in what it reads, writes or does".to_owned(),
-                false => format!("its twin is {}", twin.name()),
+            return Err(if node.name() == twin.name() {
+                "it differs from its twin in what it reads, writes or does".to_owned()
+            } else {
+                format!("its twin is {}", twin.name())
             });
         }
         let fixed = a.fixed.iter().zip(&b.fixed).find(|(a, b)| a != b);
@@ -208,9 +209,10 @@ impl Scale {
         };
         let fixed = |graph: &Graph| (graph.inputs().to_vec(), graph.applied().to_vec());
         let is_alike = rest(real) == rest(small) && fixed(real) == fixed(small);
-        match is_alike && real.mesh() == small.mesh() {
-            true => Ok(()),
-            false => Err("its parameters, results or updates differ from its twin's".to_owned()),
+        if is_alike && real.mesh() == small.mesh() {
+            Ok(())
+        } else {
+            Err("its parameters, results or updates differ from its twin's".to_owned())
         }
     }
 

@@ -46,12 +46,13 @@ pub(super) fn agree<B: Batch>(
     let texts = texts.map_err(Error::among_ranks)?;
     let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
     let (first, other) = (text(0), text(rank));
-    let difference = match first == other {
-        true => format!(
+    let difference = if first == other {
+        format!(
             "both have {first}, but differ in the model, the loss, the mode (options, seed), the optimizers or rates of \
              groups, the number of steps or the scale of the loss"
-        ),
-        false => format!("rank 0 has {first}, rank {rank} has {other}"),
+        )
+    } else {
+        format!("rank 0 has {first}, rank {rank} has {other}")
     };
     Err(Error::GraphsDiffer { rank, difference })
 }
@@ -67,8 +68,9 @@ fn described<B: Batch>(batch: &B) -> Result<String, Error> {
         .iter()
         .map(|(name, hash)| format!("\"{name}\" of hash {hash:016x}"));
     let parts: Vec<_> = tensors.chain(fixed).collect();
-    Ok(match parts.is_empty() {
-        true => "an empty batch".to_owned(),
-        false => parts.join(", "),
+    Ok(if parts.is_empty() {
+        "an empty batch".to_owned()
+    } else {
+        parts.join(", ")
     })
 }

@@ -78,9 +78,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             let limit = pending.cleanup.max_iterations;
             limit.is_some_and(|limit: NonZeroU64| pending.age >= limit.get())
         };
-        match self.pending.as_ref().is_some_and(is_due) {
-            true => self.flush(),
-            false => Ok(()),
+        if self.pending.as_ref().is_some_and(is_due) {
+            self.flush()
+        } else {
+            Ok(())
         }
     }
 

@@ -29,13 +29,14 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
             continue;
         }
         let (old, new) = (words(a), words(b));
-        return Some(match old == new {
-            true => format!(
+        return Some(if old == new {
+            format!(
                 "operation {index} was {old} with {:?}, then with {:?}",
                 a.scalar_values(),
                 b.scalar_values()
-            ),
-            false => format!("operation {index} was {old}, then {new}"),
+            )
+        } else {
+            format!("operation {index} was {old}, then {new}")
         });
     }
     if a.len() != b.len() {

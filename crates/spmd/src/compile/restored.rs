@@ -34,14 +34,15 @@ impl Restored {
             Self::Whole(data) => (place.shape.clone(), data),
             Self::Part(data, layout) => (under(place, layout, ranks).part_shape()?, data),
         };
-        match data.shape().to_vec() == shape && data.dtype() == place.dtype {
-            true => Ok(()),
-            false => Err(Error::mismatch(
+        if data.shape().to_vec() == shape && data.dtype() == place.dtype {
+            Ok(())
+        } else {
+            Err(Error::mismatch(
                 "optimizer state",
                 format!("{} {slot}", place.path),
                 (&shape, place.dtype),
                 data,
-            )),
+            ))
         }
     }
 

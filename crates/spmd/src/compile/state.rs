@@ -361,9 +361,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             });
         };
         let own = self.layout(path)?;
-        let layout = match found.shape == spec.shape || own.owner.is_some() {
-            true => own,
-            false => Layout::one_rank(),
+        let layout = if found.shape == spec.shape || own.owner.is_some() {
+            own
+        } else {
+            Layout::one_rank()
         };
         Ok((found.shape.clone(), layout))
     }

@@ -112,9 +112,10 @@ impl Printed {
         let others = Difference::of(&before.other_lines(), &self.other_lines());
         let (was, is) = (before.nodes.len(), self.nodes.len());
         let mut text = format!("\n{}, since {}: ", self.name, before.name);
-        match nodes.is_none() {
-            true => text += &format!("no node has changed, {is} nodes\n"),
-            false => text += &format!("{was} -> {is} nodes, {}\n", nodes.counts()),
+        if nodes.is_none() {
+            text += &format!("no node has changed, {is} nodes\n")
+        } else {
+            text += &format!("{was} -> {is} nodes, {}\n", nodes.counts())
         }
         if !others.is_none() {
             let counts = others.counts();
@@ -133,11 +134,10 @@ impl Printed {
             let units: Vec<_> = units.collect();
             text += &format!("  units: {}\n", units.join(", "));
         } else if self.text == before.text {
-            text += match self.fingerprint == before.fingerprint {
-                true => "  nothing has changed\n",
-                false => {
-                    "  only unprinted parts have changed: scalars, constants, or the parts that ranks take of a tensor\n"
-                }
+            text += if self.fingerprint == before.fingerprint {
+                "  nothing has changed\n"
+            } else {
+                "  only unprinted parts have changed: scalars, constants, or the parts that ranks take of a tensor\n"
             };
         }
         let joined: Vec<_> = self.joined.difference(&before.joined).collect();
@@ -164,9 +164,10 @@ impl Printed {
         let kinds: Vec<_> = kinds
             .map(|(kind, number)| format!("{number} {kind}"))
             .collect();
-        match kinds.is_empty() {
-            true => "none".to_owned(),
-            false => kinds.join(", "),
+        if kinds.is_empty() {
+            "none".to_owned()
+        } else {
+            kinds.join(", ")
         }
     }
 }

@@ -195,9 +195,10 @@ fn arrows(graph: &Graph, groups: &[Group]) -> String {
             None => COMPUTES.0,
         };
         let (x, to_x) = (end(from), end(to));
-        let (bend, back) = match x == to_x {
-            true => (between + 24, between + 24),
-            false => (to_x, x),
+        let (bend, back) = if x == to_x {
+            (between + 24, between + 24)
+        } else {
+            (to_x, x)
         };
         let (y, to_y) = (middle(from), middle(to));
         let path = format!("M{x},{y} C{bend},{y} {back},{to_y} {to_x},{to_y}");
@@ -265,13 +266,13 @@ fn text(x: usize, y: usize, text: &str, style: &str) -> String {
 }
 
 fn shortened(text: &str, most: usize) -> String {
-    match text.chars().count() > most {
-        true => text
-            .chars()
+    if text.chars().count() > most {
+        text.chars()
             .take(most.saturating_sub(2))
             .chain("..".chars())
-            .collect(),
-        false => text.to_owned(),
+            .collect()
+    } else {
+        text.to_owned()
     }
 }
 

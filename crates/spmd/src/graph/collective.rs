@@ -178,18 +178,20 @@ impl CollectiveKind {
     /// Returns the process group's type for elements of `dtype`, if an operation of this kind can carry them. More types
     /// can be moved than reduced.
     pub fn element_of(self, dtype: DType) -> Option<ElementType> {
-        match self.contract().reduces {
-            true => reduced_type(dtype),
-            false => moved_type(dtype),
+        if self.contract().reduces {
+            reduced_type(dtype)
+        } else {
+            moved_type(dtype)
         }
     }
 
     /// Returns the number of rounds around a ring of the ranks: two for an all-reduce, otherwise one.
     pub fn rounds(self) -> u32 {
         let contract = self.contract();
-        match contract.reduces && contract.gets.share == Share::Full {
-            true => 2,
-            false => 1,
+        if contract.reduces && contract.gets.share == Share::Full {
+            2
+        } else {
+            1
         }
     }
 
@@ -197,9 +199,10 @@ impl CollectiveKind {
     /// share if no rank has whole tensors before or afterwards.
     pub fn circulating_bytes(self, num_bytes: u64, num_ranks: usize) -> u64 {
         let contract = self.contract();
-        match [contract.gives.share, contract.gets.share].contains(&Share::Full) {
-            true => num_bytes,
-            false => num_bytes / num_ranks.max(1) as u64,
+        if [contract.gives.share, contract.gets.share].contains(&Share::Full) {
+            num_bytes
+        } else {
+            num_bytes / num_ranks.max(1) as u64
         }
     }
 }

@@ -18,9 +18,10 @@ impl Graph {
             (value.id, &value.shape, &value.role).hash(&mut hasher);
         }
         for node in &self.nodes {
-            match node.scalars.is_empty() {
-                true => node.operation.hash(&mut hasher),
-                false => without_slots(node).hash(&mut hasher),
+            if node.scalars.is_empty() {
+                node.operation.hash(&mut hasher)
+            } else {
+                without_slots(node).hash(&mut hasher)
             }
             (node.phase, &node.scalars, &node.shift, &node.draw).hash(&mut hasher);
             if let Some(collective) = &node.collective {

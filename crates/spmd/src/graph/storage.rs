@@ -37,9 +37,10 @@ pub fn storage_of(node: &Node) -> Storage {
     match ends {
         (Some(input), Some(output)) => {
             let is_same = is(operation, Trait::Cast) && input.dtype == output.dtype;
-            match is_same || is(operation, Trait::View) {
-                true => Storage::View(input.id),
-                false => Storage::New,
+            if is_same || is(operation, Trait::View) {
+                Storage::View(input.id)
+            } else {
+                Storage::New
             }
         }
         _ => Storage::New,

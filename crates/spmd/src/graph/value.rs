@@ -75,10 +75,13 @@ impl fmt::Display for Role {
             Self::Buffer(path) => write!(f, "buffer {path}"),
             Self::Input(name) => write!(f, "input {name}"),
             Self::State { path, slot } => write!(f, "state {path} {slot}"),
-            Self::Pending(path) => match path.starts_with('%') {
-                true => write!(f, "pending value {path}"),
-                false => write!(f, "pending gradient {path}"),
-            },
+            Self::Pending(path) => {
+                if path.starts_with('%') {
+                    write!(f, "pending value {path}")
+                } else {
+                    write!(f, "pending gradient {path}")
+                }
+            }
             Self::Constant => f.write_str("constant"),
             Self::Gradient(path) => write!(f, "gradient {path}"),
             Self::Temporary => f.write_str("temporary"),

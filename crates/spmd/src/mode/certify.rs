@@ -11,9 +11,10 @@ pub(super) enum Certify {
 
 impl Default for Certify {
     fn default() -> Self {
-        match cfg!(debug_assertions) {
-            true => Self::Small,
-            false => Self::Never,
+        if cfg!(debug_assertions) {
+            Self::Small
+        } else {
+            Self::Never
         }
     }
 }

@@ -53,9 +53,10 @@ impl Mode {
 
     /// Makes the pipeline verify the graph after each pass, if requested.
     fn checked(&self, pipeline: Pipeline) -> Pipeline {
-        match self.verify {
-            true => pipeline.verified(),
-            false => pipeline,
+        if self.verify {
+            pipeline.verified()
+        } else {
+            pipeline
         }
     }
 

@@ -75,9 +75,10 @@ impl Mode {
     /// Rejects a plan with this fingerprint and number of nodes if only proved plans may run and it is not one of them.
     pub(crate) fn check_proved(&self, plan: u64, nodes: usize) -> Result<(), Error> {
         let proved = self.proved.as_ref();
-        match proved.is_none_or(|proved| proved.contains(&plan)) {
-            true => Ok(()),
-            false => Err(ProofError::Unproved { nodes }.into()),
+        if proved.is_none_or(|proved| proved.contains(&plan)) {
+            Ok(())
+        } else {
+            Err(ProofError::Unproved { nodes }.into())
         }
     }
 

@@ -78,12 +78,13 @@ impl Holding {
     pub(super) fn check_step(&self, node: &Node) -> Result<(), Error> {
         let mut tensors = node.operation.nodes().into_iter();
         let keeps_shape = tensors.all(|tensor| tensor.shape.to_vec() == self.shape);
-        match self.is_owned() || is(&node.operation, Trait::Elementwise) && keeps_shape {
-            true => Ok(()),
-            false => Err(Error::OptimizerNotElementwise {
+        if self.is_owned() || is(&node.operation, Trait::Elementwise) && keeps_shape {
+            Ok(())
+        } else {
+            Err(Error::OptimizerNotElementwise {
                 path: self.path.to_string(),
                 operation: operation_name(&node.operation),
-            }),
+            })
         }
     }
 }

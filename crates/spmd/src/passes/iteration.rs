@@ -267,11 +267,10 @@ impl IterationGraph {
         }
         let outputs: BTreeSet<TensorId> = node.outputs().collect();
         if self.graph.results().any(|id| outputs.contains(&id)) {
-            return Some(match node.collective.is_some() {
-                true => {
-                    "it also produces a result of the step (join no collectives: Options::bucket)"
-                }
-                false => "it produces a result of the step",
+            return Some(if node.collective.is_some() {
+                "it also produces a result of the step (join no collectives: Options::bucket)"
+            } else {
+                "it produces a result of the step"
             });
         }
         let mut readers = self.graph.nodes().iter().enumerate();

@@ -82,9 +82,10 @@ impl GraphTransform for Liveness {
             }
             let ends = |id: &TensorId| last_use.get(id) == Some(&index) && !kept.contains(id);
             set_status(&mut node.operation, |id| {
-                match ends(&id) && !twice.contains(&id) {
-                    true => TensorStatus::ReadWrite,
-                    false => TensorStatus::ReadOnly,
+                if ends(&id) && !twice.contains(&id) {
+                    TensorStatus::ReadWrite
+                } else {
+                    TensorStatus::ReadOnly
                 }
             });
             let unread = |id: &TensorId| !last_use.contains_key(id) && !kept.contains(id);

@@ -137,9 +137,10 @@ impl Uses {
 
     /// Returns the last node that reads a value; `None` if there is none or the value outlives the step.
     fn last_reader(&self, id: TensorId) -> Option<usize> {
-        match self.kept.contains(&id) {
-            true => None,
-            false => self.readers(id).iter().max().copied(),
+        if self.kept.contains(&id) {
+            None
+        } else {
+            self.readers(id).iter().max().copied()
         }
     }
 }

@@ -292,9 +292,10 @@ fn prepared(options: &Options) -> Pipeline {
 }
 
 fn kernels(options: &Options) -> Pipeline {
-    match options.kernels {
-        true => Pipeline::new().then(UseKernels),
-        false => Pipeline::new(),
+    if options.kernels {
+        Pipeline::new().then(UseKernels)
+    } else {
+        Pipeline::new()
     }
 }
 

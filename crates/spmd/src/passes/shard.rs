@@ -106,9 +106,10 @@ impl GraphTransform for InsertCollectives {
                 insertion.shard(nodes)?
             }
         };
-        match self.has_all() {
-            true => insertion.graph.set_nodes(nodes),
-            false => insertion.average(nodes)?,
+        if self.has_all() {
+            insertion.graph.set_nodes(nodes)
+        } else {
+            insertion.average(nodes)?
         }
         let Insertion { mut graph, .. } = insertion;
         graph.sync_nodes();
@@ -268,9 +269,10 @@ impl Insertion<'_> {
                 result,
             }],
             reduction: reduces.then_some(ReduceOp::Mean),
-            payload: match reduces {
-                false => Payload::Parameter,
-                true => Payload::Gradient,
+            payload: if reduces {
+                Payload::Gradient
+            } else {
+                Payload::Parameter
             },
             stage: Stage::Whole,
         }
@@ -366,12 +368,11 @@ impl Insertion<'_> {
         if let Some(mean) = self.averaged.get(&key) {
             return Ok(*mean);
         }
-        let partition = match layout.is_whole() {
-            true => None,
-            false => {
-                let of = Holding::new(parameter, self.pass.num_ranks, layout.owner)?;
-                Some(of.partition)
-            }
+        let partition = if layout.is_whole() {
+            None
+        } else {
+            let of = Holding::new(parameter, self.pass.num_ranks, layout.owner)?;
+            Some(of.partition)
         };
         let before = self.sent.get(&gradient).copied();
         let local = match before {

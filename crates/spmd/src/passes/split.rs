@@ -210,9 +210,10 @@ impl GraphTransform for SinkWaits {
 fn release(held: &mut VecDeque<Node>, scheduled: &mut Vec<Node>, fits: impl Fn(&Node) -> bool) {
     let mut rest = VecDeque::new();
     for wait in held.drain(..) {
-        match fits(&wait) {
-            true => scheduled.push(wait),
-            false => rest.push_back(wait),
+        if fits(&wait) {
+            scheduled.push(wait)
+        } else {
+            rest.push_back(wait)
         }
     }
     *held = rest;

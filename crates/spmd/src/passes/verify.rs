@@ -370,9 +370,10 @@ fn units_contain(graph: &Graph) -> Option<Fault> {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
         let rest = path.strip_prefix(unit);
         let is_inside = unit.is_empty() || rest.is_some_and(|rest| rest.starts_with('.'));
-        match is_inside {
-            true => None,
-            false => Fault::new(0, format!("{path} is declared to be in {unit}")),
+        if is_inside {
+            None
+        } else {
+            Fault::new(0, format!("{path} is declared to be in {unit}"))
         }
     })
 }

@@ -123,10 +123,13 @@ impl Values {
         for input in &signature.inputs {
             let placement = match candidate {
                 Candidate::Whole => Placement::Replicate,
-                Candidate::Addends(set, placement) => match set.contains(&input.id) {
-                    true => *placement,
-                    false => Placement::Replicate,
-                },
+                Candidate::Addends(set, placement) => {
+                    if set.contains(&input.id) {
+                        *placement
+                    } else {
+                        Placement::Replicate
+                    }
+                }
                 Candidate::Cut(letter) => match input.dim_of(*letter) {
                     None => Placement::Replicate,
                     Some(dim) => {
@@ -234,9 +237,10 @@ impl Values {
                 if from != to && !movable {
                     return None;
                 }
-                match is_asked {
-                    true => moved(from, to, num_bytes, num_ranks),
-                    false => cost(from, to, num_bytes, num_ranks),
+                if is_asked {
+                    moved(from, to, num_bytes, num_ranks)
+                } else {
+                    cost(from, to, num_bytes, num_ranks)
                 }
             });
             total += ways.min_by(f64::total_cmp)?;

@@ -179,9 +179,10 @@ impl Expand {
     /// Returns the requested placements of an input. Patterns do not apply to the loss factor, which is not a tensor of
     /// the batch.
     fn of_input(&self, mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
-        match name == LOSS_FACTOR {
-            true => placements(&[], mesh, name),
-            false => placements(&self.inputs, mesh, name),
+        if name == LOSS_FACTOR {
+            placements(&[], mesh, name)
+        } else {
+            placements(&self.inputs, mesh, name)
         }
     }
 

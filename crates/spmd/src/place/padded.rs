@@ -40,9 +40,10 @@ impl Redistribution<'_> {
 
     /// Removes the padding of a dim that has been gathered.
     pub(super) fn trimmed(&mut self, id: TensorId, dim: usize) -> Result<TensorId, Error> {
-        match self.shape(id)?[dim] == self.whole[dim] {
-            true => Ok(id),
-            false => self.taken(id, dim, None, self.whole[dim]),
+        if self.shape(id)?[dim] == self.whole[dim] {
+            Ok(id)
+        } else {
+            self.taken(id, dim, None, self.whole[dim])
         }
     }
 

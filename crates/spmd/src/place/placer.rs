@@ -410,9 +410,10 @@ impl Placer {
                 let path = self.values.graph.parameters()[gradients[0]].path.clone();
                 // A padded gradient cannot be delayed, because its padding is cleared right after the reduction.
                 let mut all = gradients.iter();
-                let payload = match all.any(|index| self.is_padded(id, &self.parameters[*index])) {
-                    true => Payload::Activation,
-                    false => Payload::Gradient,
+                let payload = if all.any(|index| self.is_padded(id, &self.parameters[*index])) {
+                    Payload::Activation
+                } else {
+                    Payload::Gradient
                 };
                 (path, payload)
             }

@@ -148,9 +148,10 @@ impl ExpandPlacements {
         let mut destinations: HashMap<TensorId, Destination> = HashMap::new();
         let mut parameters = Vec::new();
         for (index, parameter) in graph.parameters_mut().iter_mut().enumerate() {
-            let placements = match parameter.is_buffer {
-                true => axes.clone(),
-                false => expand.of_parameter(mesh, &parameter.path, &parameter.shape)?,
+            let placements = if parameter.is_buffer {
+                axes.clone()
+            } else {
+                expand.of_parameter(mesh, &parameter.path, &parameter.shape)?
             };
             for id in parameter.states.iter().chain([&parameter.value]) {
                 let like = whole.get(id).is_some_and(|w| w.0 == parameter.shape);

@@ -66,13 +66,12 @@ struct Cut {
 /// Returns the shape of the gathered pieces of a value, which are in rank order. It is the whole shape if adjacent
 /// pieces along `dim` are consecutive in memory.
 fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
-    match is_outermost(piece, dim) {
-        true => {
-            let mut joined = piece.to_vec();
-            joined[dim] *= num_pieces;
-            joined
-        }
-        false => [&[num_pieces], piece].concat(),
+    if is_outermost(piece, dim) {
+        let mut joined = piece.to_vec();
+        joined[dim] *= num_pieces;
+        joined
+    } else {
+        [&[num_pieces], piece].concat()
     }
 }
 

@@ -158,9 +158,10 @@ impl Signature {
                     .map(|(dim, _)| dim)
                     .collect();
                 let &[dim] = own.as_slice() else {
-                    match own.is_empty() {
-                        true => continue,
-                        false => return Some(format!("{letter} names two dims of a tensor")),
+                    if own.is_empty() {
+                        continue;
+                    } else {
+                        return Some(format!("{letter} names two dims of a tensor"));
                     }
                 };
                 // If a dim is split or merged, parts hold the same elements only if the dims before it have equally
@@ -185,9 +186,10 @@ impl Signature {
             }
         }
         let known = |id: &TensorId| self.inputs.iter().any(|input| input.id == *id);
-        match self.linear.iter().flatten().all(known) {
-            true => None,
-            false => Some("it is linear in a tensor that it does not read".to_owned()),
+        if self.linear.iter().flatten().all(known) {
+            None
+        } else {
+            Some("it is linear in a tensor that it does not read".to_owned())
         }
     }
 

@@ -76,9 +76,10 @@ pub(super) fn start<B: BackendIr>(
         };
         given.push((source, part, element));
         // Copies of an owned value are combined among its owners.
-        let (len, padded) = match is_here || gives != gets {
-            true => (len(gets), part.padded_len(gets)),
-            false => (0, 0),
+        let (len, padded) = if is_here || gives != gets {
+            (len(gets), part.padded_len(gets))
+        } else {
+            (0, 0)
         };
         let padded = match (part.partition.sole_owner(), gets) {
             (Some(owner), Share::Own) if owner != group.rank() => 0,
@@ -151,13 +152,12 @@ fn reduction(collective: &Collective) -> Reduction {
 /// Returns a received buffer as flat data of `len` elements, padded with zeros.
 fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     let num_bytes = len * dtype.size();
-    match buffer.len() == num_bytes {
-        true => tensors::data(buffer, [len], dtype),
-        false => {
-            let mut padded = vec![0; num_bytes];
-            padded[..buffer.len()].copy_from_slice(buffer.as_ref());
-            TensorData::from_bytes_vec(padded, [len], dtype)
-        }
+    if buffer.len() == num_bytes {
+        tensors::data(buffer, [len], dtype)
+    } else {
+        let mut padded = vec![0; num_bytes];
+        padded[..buffer.len()].copy_from_slice(buffer.as_ref());
+        TensorData::from_bytes_vec(padded, [len], dtype)
     }
 }
 

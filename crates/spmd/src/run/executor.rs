@@ -291,15 +291,12 @@ impl<B: BackendIr> Executor<B> {
         if node.collective.is_some() {
             self.run_collective(index, node)?;
         } else if let OperationIr::Custom(call) = &node.operation {
-            match node.scalars.is_empty() {
-                true => self.run_custom(index, node, call)?,
-                false => {
-                    let operation = node.operation.clone();
-                    if let OperationIr::Custom(call) =
-                        self.patched(index, node, operation, scalars)?
-                    {
-                        self.run_custom(index, node, &call)?;
-                    }
+            if node.scalars.is_empty() {
+                self.run_custom(index, node, call)?
+            } else {
+                let operation = node.operation.clone();
+                if let OperationIr::Custom(call) = self.patched(index, node, operation, scalars)? {
+                    self.run_custom(index, node, &call)?;
                 }
             }
         } else if let Some(draw) = &node.draw {

@@ -80,9 +80,10 @@ impl<B: BackendIr> Executor<B> {
         }
         // Nodes have already freed their memory.
         for id in graph.used_up() {
-            match self.absent.contains(id) {
-                true => self.remove(id),
-                false => drop(self.present.remove(&id)),
+            if self.absent.contains(id) {
+                self.remove(id)
+            } else {
+                drop(self.present.remove(&id))
             }
         }
     }

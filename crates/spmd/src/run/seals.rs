@@ -45,12 +45,11 @@ impl<B: BackendIr> Executor<B> {
             let Some(tensor) = self.host(input) else {
                 continue;
             };
-            match storage_of(node) == Storage::View(input.id) {
-                true => {
-                    let memory = memory_of(&tensor);
-                    carried = Some(Carried { sealed, memory });
-                }
-                false => sealed.check(&self.group, index, &tensor)?,
+            if storage_of(node) == Storage::View(input.id) {
+                let memory = memory_of(&tensor);
+                carried = Some(Carried { sealed, memory });
+            } else {
+                sealed.check(&self.group, index, &tensor)?
             }
         }
         Ok(carried)
@@ -84,9 +83,10 @@ impl<B: BackendIr> Executor<B> {
         (collective, part): (&Collective, usize),
         (data, seal): (TensorData, Option<Seal>),
     ) -> TensorData {
-        let (at, kind) = match collective.kind.contract().reduces {
-            true => (At::Gradient, "the reduced"),
-            false => (At::Weight, "the gathered"),
+        let (at, kind) = if collective.kind.contract().reduces {
+            (At::Gradient, "the reduced")
+        } else {
+            (At::Weight, "the gathered")
         };
         if let Some(seal) = seal {
             let path = collective.parts.get(part).map(|part| part.path.as_ref());

@@ -173,9 +173,10 @@ pub fn cast_floats<B: Batch>(nest: B, dtype: DType) -> B {
     struct Cast(DType);
     impl BatchMapper for Cast {
         fn float<const D: usize>(&mut self, _: &str, tensor: Tensor<D>) -> Tensor<D> {
-            match tensor.dtype() == self.0 {
-                true => tensor,
-                false => tensor.cast(self.0),
+            if tensor.dtype() == self.0 {
+                tensor
+            } else {
+                tensor.cast(self.0)
             }
         }
         fn int<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
@@ -298,9 +299,10 @@ impl Path {
             .chain([leaf])
             .filter(|name| !name.is_empty())
             .collect();
-        match names.is_empty() {
-            true => "batch".to_owned(),
-            false => names.join("."),
+        if names.is_empty() {
+            "batch".to_owned()
+        } else {
+            names.join(".")
         }
     }
 }

@@ -89,9 +89,10 @@ impl Builder {
         for (index, (leaf, with_gradient)) in leaves_of.enumerate() {
             let captured = captured(&leaf)?;
             let is_buffer = running[index] || !leaf.is_float;
-            let role = match is_buffer {
-                true => Role::Buffer(leaf.path.clone()),
-                false => Role::Parameter(leaf.path.clone()),
+            let role = if is_buffer {
+                Role::Buffer(leaf.path.clone())
+            } else {
+                Role::Parameter(leaf.path.clone())
             };
             check_new(&graph, &leaf.path)?;
             // Modules may share statistics. The second path is then an alias of the first.
@@ -291,9 +292,10 @@ impl Builder {
         let captured = captured.ok_or("it is on another device")?;
         let id = self.ids.get(&captured.id).copied();
         let id = id.ok_or("no recorded operation computes it")?;
-        match self.is_of_parameter(id) {
-            true => Err(of_parameter),
-            false => Ok(id),
+        if self.is_of_parameter(id) {
+            Err(of_parameter)
+        } else {
+            Ok(id)
         }
     }
 

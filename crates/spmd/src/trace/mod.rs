@@ -270,9 +270,10 @@ fn times(loss: Tensor<1>, factor: Option<Tensor<1>>) -> Tensor<1> {
 
 /// Returns the loss in at least 32 bits, like its mean over the ranks.
 fn wide(loss: Tensor<1>) -> Tensor<1> {
-    match is_half(loss.dtype()) {
-        true => loss.cast(DType::F32),
-        false => loss,
+    if is_half(loss.dtype()) {
+        loss.cast(DType::F32)
+    } else {
+        loss
     }
 }
 

@@ -78,15 +78,17 @@ impl ModuleMapper for Fakes<'_> {
         // shape in records, for example in linear layers by columns.
         let default: DType = self.device.settings().float_dtype.into();
         let is_made = param.is_initialized();
-        let (known, stored) = match is_made {
-            true => (Some(param.base()), param.base().shape()),
-            false => (None, param.lazy_shape()),
+        let (known, stored) = if is_made {
+            (Some(param.base()), param.base().shape())
+        } else {
+            (None, param.lazy_shape())
         };
         let is_tracked = param.lazy_device().is_autodiff();
         let loaded = is_tracked.then(|| {
-            let asked = match is_made {
-                true => param.clone().load_mapper(|tensor| tensor),
-                false => param.clone(),
+            let asked = if is_made {
+                param.clone().load_mapper(|tensor| tensor)
+            } else {
+                param.clone()
             };
             asked
                 .transform_for_load(fake(stored.clone(), default), id)
@@ -110,16 +112,15 @@ impl ModuleMapper for Fakes<'_> {
                 return Param::initialized(id, known.clone());
             }
         }
-        match is_trained {
-            true => {
-                let leaf = fake(shape, dtype).require_grad();
-                self.trained
-                    .entry(id)
-                    .or_insert_with(|| Box::new(leaf.clone()));
-                Param::initialized(id, leaf)
-            }
+        if is_trained {
+            let leaf = fake(shape, dtype).require_grad();
+            self.trained
+                .entry(id)
+                .or_insert_with(|| Box::new(leaf.clone()));
+            Param::initialized(id, leaf)
+        } else {
             // Created without autodiff, because Burn does not move untracked tensors between capture devices.
-            false => Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype))),
+            Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype)))
         }
     }
 
@@ -361,20 +362,19 @@ impl ModuleMapper for Casts<'_> {
             .compute_of(&self.path.join("."), tensor.dtype());
         let is_own = self.containers.last().is_none_or(|last| last != LAYER);
         let is_kept = self.running.next() == Some(&true) && is_own;
-        match is_kept || compute == tensor.dtype() {
-            true => param,
-            false => {
-                let cast = match float_id(&tensor) {
-                    Some(captured) => {
-                        let known = self.cast.entry(captured.id);
-                        let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
-                        let known = known.downcast_ref::<Tensor<D>>();
-                        known.expect("a shared value has one shape").clone()
-                    }
-                    None => tensor.cast(compute),
-                };
-                Param::initialized(param.id, cast)
-            }
+        if is_kept || compute == tensor.dtype() {
+            param
+        } else {
+            let cast = match float_id(&tensor) {
+                Some(captured) => {
+                    let known = self.cast.entry(captured.id);
+                    let known = known.or_insert_with(|| Box::new(tensor.cast(compute)));
+                    let known = known.downcast_ref::<Tensor<D>>();
+                    known.expect("a shared value has one shape").clone()
+                }
+                None => tensor.cast(compute),
+            };
+            Param::initialized(param.id, cast)
         }
     }
 
@@ -415,9 +415,10 @@ pub(super) fn updates<M: Module>(
     let marked = with_marks(module, tracked);
     let running = running(&marked);
     let marks = leaves(&marked, None);
-    let after = match running.contains(&true) {
-        true => leaves(&marked.train(), None),
-        false => marks.clone(),
+    let after = if running.contains(&true) {
+        leaves(&marked.train(), None)
+    } else {
+        marks.clone()
     };
     let updates = marks.into_iter().zip(after).zip(&running);
     let updates = updates.map(|((mark, after), is_running)| {

@@ -24,9 +24,10 @@ pub(super) fn check_narrow(
     is_of_module: bool,
     constants: &BTreeMap<TensorId, Arc<TensorData>>,
 ) -> Result<(), Error> {
-    let lost = match is_of_module {
-        true => Some("tensors of the module other than parameters"),
-        false => lost_by(operation, constants),
+    let lost = if is_of_module {
+        Some("tensors of the module other than parameters")
+    } else {
+        lost_by(operation, constants)
     };
     let Some(lost) = lost else {
         return Ok(());

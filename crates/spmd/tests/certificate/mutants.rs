@@ -279,9 +279,10 @@ fn change_number(node: &mut Node, rng: &mut StdRng) {
     let mut floats: Vec<&mut f64> = floats.collect();
     let chosen = rng.random_range(0..floats.len());
     let number = &mut *floats[chosen];
-    *number = match number.is_finite() {
-        true => *number * 0.5 + 3.0,
-        false => 3.0,
+    *number = if number.is_finite() {
+        *number * 0.5 + 3.0
+    } else {
+        3.0
     };
     assert!(node.set_scalar_values(&scalars));
 }

@@ -242,10 +242,11 @@ optimizer!(
     |rate, tensor, gradient, kept_before| {
         let moment = momentum(kept_before.as_ref(), gradient.square());
         let time = kept_before.as_ref().map_or(0, |kept| kept.time) + 1;
-        let delta = match time > 5 {
-            true => moment.clone().sqrt().mul_scalar(rate / time as f64),
-            false => moment.clone().mul_scalar(rate),
-        };
+        let delta = if time > 5 {
+moment.clone().sqrt().mul_scalar(rate / time as f64)
+} else {
+moment.clone().mul_scalar(rate)
+};
         (tensor - delta, kept(kept_before.as_ref(), rate, moment))
     }
 );
@@ -274,16 +275,18 @@ optimizer!(
     |rate, tensor, gradient, kept_before| {
         let dtype = tensor.dtype();
         let is_half = matches!(dtype, DType::BF16 | DType::F16);
-        let (tensor, gradient) = match is_half {
-            true => (tensor.cast(FloatDType::F32), gradient.cast(FloatDType::F32)),
-            false => (tensor, gradient),
-        };
+        let (tensor, gradient) = if is_half {
+(tensor.cast(FloatDType::F32), gradient.cast(FloatDType::F32))
+} else {
+(tensor, gradient)
+};
         let moment = momentum(kept_before.as_ref(), gradient);
         let next = tensor.mul_scalar(0.999) - moment.clone().mul_scalar(rate);
-        let next = match is_half {
-            true => next.cast(FloatDType::from(dtype)),
-            false => next,
-        };
+        let next = if is_half {
+next.cast(FloatDType::from(dtype))
+} else {
+next
+};
         (next, kept(kept_before.as_ref(), rate, moment))
     }
 );
@@ -310,10 +313,11 @@ optimizer!(
             return (tensor - moment.mul_scalar(rate), next);
         }
         let is_tall = dims[0] > dims[1];
-        let mut x = match is_tall {
-            true => moment.swap_dims(0, 1),
-            false => moment,
-        };
+        let mut x = if is_tall {
+moment.swap_dims(0, 1)
+} else {
+moment
+};
         let norm = x.clone().square().sum().sqrt().add_scalar(1e-7);
         x = x.div(norm.unsqueeze());
         for _ in 0..3 {

@@ -93,9 +93,10 @@ where
             for run in &runs {
                 assert_eq!(*run, runs[0], "{label}: the ranks differ");
             }
-            match is_exact && num_ranks == 1 {
-                true => assert_eq!(runs[0], expected, "{label}"),
-                false => assert_close(&label, &runs[0], &expected),
+            if is_exact && num_ranks == 1 {
+                assert_eq!(runs[0], expected, "{label}")
+            } else {
+                assert_close(&label, &runs[0], &expected)
             }
         }
     }

@@ -196,9 +196,12 @@ fn run(
 
 /// Returns the first value that differs, depending on whether sums of equal addends are exact.
 fn difference(got: &Trained, expected: &Trained, is_exact: bool) -> Option<String> {
-    let is_far = |a: f32, b: f32| match is_exact {
-        true => a.to_bits() != b.to_bits(),
-        false => (a - b).abs() > 1e-5 * (1.0 + b.abs()),
+    let is_far = |a: f32, b: f32| {
+        if is_exact {
+            a.to_bits() != b.to_bits()
+        } else {
+            (a - b).abs() > 1e-5 * (1.0 + b.abs())
+        }
     };
     let mut losses = got.losses.iter().zip(&expected.losses);
     if let Some(step) = losses.position(|(a, b)| is_far(*a, *b)) {

@@ -135,9 +135,12 @@ fn unread_values_are_rank_0s_and_mismatched_parts_are_rejected() {
     let body = move |world: ProcessGroup| -> Result<(), Error> {
         Device::flex().seed(1);
         let mode = || Mode::data_parallel(world.clone(), Strategy::FullShard);
-        let some = |shard: &ShardSpec<'_>| match shard.whole.path.starts_with("blocks.1") {
-            true => read(&values, shard),
-            false => Ok(None),
+        let some = |shard: &ShardSpec<'_>| {
+            if shard.whole.path.starts_with("blocks.1") {
+                read(&values, shard)
+            } else {
+                Ok(None)
+            }
         };
         let mut step = compile_from(Gpt::new, some, Gpt::loss, adamw().build(), mode())?;
         let paths: Vec<_> = values.keys().collect();

@@ -103,9 +103,10 @@ fn rows_of(step: usize, ranks: usize) -> usize {
 
 fn expected(ranks: usize, is_adam: bool) -> eager::Trained {
     let batch = |step, device: &Device| tokens(step, 0, ranks * rows_of(step, ranks), device);
-    let optimizer = match is_adam {
-        true => adamw().init(),
-        false => sgd().init(),
+    let optimizer = if is_adam {
+        adamw().init()
+    } else {
+        sgd().init()
     };
     let rate = |step| 1e-2 / (step + 1) as f64;
     eager::train(Gpt::new, Gpt::loss, batch, STEPS, rate, optimizer)
@@ -116,9 +117,10 @@ fn expected(ranks: usize, is_adam: bool) -> eager::Trained {
 fn train(world: &ProcessGroup, mode: Mode, is_adam: bool) -> Result<Trained, Error> {
     let device = Device::flex();
     let mode = mode.verified();
-    let mut step = match is_adam {
-        true => compile(Gpt::new, Gpt::loss, adamw().build(), mode)?,
-        false => compile(Gpt::new, Gpt::loss, sgd().build(), mode)?,
+    let mut step = if is_adam {
+        compile(Gpt::new, Gpt::loss, adamw().build(), mode)?
+    } else {
+        compile(Gpt::new, Gpt::loss, sgd().build(), mode)?
     };
     let mut evaluation = Evaluation::new(Gpt::new, |model: &Gpt, tokens: Tensor<2, Int>| {
         model.logits(tokens)

@@ -29,9 +29,10 @@ fn reading_a_tensor_in_the_loss_names_the_operation_and_a_remedy() {
     let _guard = seeded();
     let error = error_of(|model, x| {
         let y = model.forward(x).mean();
-        match y.clone().into_scalar::<f32>() > 0.0 {
-            true => y,
-            false => y.neg(),
+        if y.clone().into_scalar::<f32>() > 0.0 {
+            y
+        } else {
+            y.neg()
         }
     });
     let text = error.to_string();

@@ -273,9 +273,10 @@ impl ModuleMapper for To {
         let value = param.val();
         let is_tracked = value.device().is_autodiff();
         let value = value.detach().cast(self.0).detach();
-        let value = match is_tracked {
-            true => value.require_grad(),
-            false => value,
+        let value = if is_tracked {
+            value.require_grad()
+        } else {
+            value
         };
         Param::initialized(id, value)
     }

@@ -276,9 +276,10 @@ fn tensor_parallel_halves_match_burn() {
             let travels = |part: &CollectivePart| {
                 let is_norm =
                     part.path.contains("norm") && case.reduce.is_none() && case.wide_norms;
-                match halves && !is_norm {
-                    true => DType::BF16,
-                    false => DType::F32,
+                if halves && !is_norm {
+                    DType::BF16
+                } else {
+                    DType::F32
                 }
             };
             for part in parts

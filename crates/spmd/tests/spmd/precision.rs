@@ -114,9 +114,10 @@ impl Case {
             Some(compute) => Precision::new(compute),
             None => Precision::default(),
         };
-        let precision = match self.wide_norms {
-            true => precision.full_in(["**.norm"]),
-            false => precision,
+        let precision = if self.wide_norms {
+            precision.full_in(["**.norm"])
+        } else {
+            precision
         };
         match self.reduce {
             Some(reduce) => precision.reduce(reduce),

@@ -39,12 +39,13 @@ fn a_run_continues_with_another_learning_rate_after_a_rejected_step() {
         };
         for results in launch(LaunchConfig::new(2), body).unwrap() {
             for (result, [first, second]) in results.iter().zip(PLAN) {
-                match first == second {
-                    true => assert!(result.is_ok(), "{place:?}: {result:?}"),
-                    false => assert!(
+                if first == second {
+                    assert!(result.is_ok(), "{place:?}: {result:?}")
+                } else {
+                    assert!(
                         matches!(result, Err(Error::GraphsDiffer { .. })),
                         "{place:?}: {result:?}"
-                    ),
+                    )
                 }
             }
         }

@@ -92,12 +92,11 @@ fn expected(case: Case, parts: usize, mut optimizer: ModuleOptimizer) -> Run {
         model.visit(&mut unscale);
         losses.push(loss);
         scales.push((state.scale, !unscale.is_finite));
-        match unscale.is_finite {
-            true => {
-                model = optimizer.step(1e-2, model, unscale.scaled);
-                state = SCALING.grow(state);
-            }
-            false => state = SCALING.back_off(state).unwrap(),
+        if unscale.is_finite {
+            model = optimizer.step(1e-2, model, unscale.scaled);
+            state = SCALING.grow(state);
+        } else {
+            state = SCALING.back_off(state).unwrap()
         }
     }
     let parameters = floats(&model).into_iter();
@@ -115,9 +114,10 @@ fn trained(
         let device = Device::flex();
         let (rank, rows) = (world.rank(), ROWS / world.size());
         let mode = mode(world)?.verified();
-        let mut step = match has_moments {
-            true => compile(Net::new, Net::loss, adamw().build(), mode)?,
-            false => compile(Net::new, Net::loss, sgd().build(), mode)?,
+        let mut step = if has_moments {
+            compile(Net::new, Net::loss, adamw().build(), mode)?
+        } else {
+            compile(Net::new, Net::loss, sgd().build(), mode)?
         };
         let (mut losses, mut scales) = (Vec::new(), Vec::new());
         for index in 0..STEPS {
@@ -401,10 +401,7 @@ fn a_scale_that_is_a_power_of_two_changes_nothing_else() {
         device.seed(1);
         let options = Options::default().scale_loss(scaling);
         let mode = Mode::single().options(options);
-        let mode = match is_seeded {
-            true => mode.seeded(5),
-            false => mode,
-        };
+        let mode = if is_seeded { mode.seeded(5) } else { mode };
         let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode).unwrap();
         let mut losses = Vec::new();
         for index in 0..4 {

@@ -347,10 +347,7 @@ fn refused(change: fn(&mut Draw), is_certified: bool) -> Error {
         // That pass is otherwise not in the plan.
         let options = Options::default().bucket(None).prefetch(false);
         let mode = mode.options(options).transform(WrongPart(change));
-        let mode = match is_certified {
-            true => mode.certified(),
-            false => mode,
-        };
+        let mode = if is_certified { mode.certified() } else { mode };
         let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode)?;
         let x = rows_of_sequences(0, 8, 0..2, &Device::flex());
         Ok::<_, Error>(step.step(1e-2, &x).unwrap_err())
@@ -386,9 +383,10 @@ fn unsplittable_draws_are_repeated_on_all_ranks() {
     let run = |num_ranks: usize, is_placed: bool| {
         let body = move |world: ProcessGroup| -> Result<_, Error> {
             let size = world.size();
-            let mode = match is_placed {
-                true => placed(&[("data", 3, Some(0))])(&world)?,
-                false => Mode::data_parallel(world, DataParallel::Automatic).seeded(SEED),
+            let mode = if is_placed {
+                placed(&[("data", 3, Some(0))])(&world)?
+            } else {
+                Mode::data_parallel(world, DataParallel::Automatic).seeded(SEED)
             };
             let mut step = compile(init, shared_noise, adamw().build(), mode.verified())?;
             let x = Tensor::ones([12 / size, 6, 12], &Device::flex());

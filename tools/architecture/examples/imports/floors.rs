@@ -36,10 +36,7 @@ impl Floors {
             let place = |file: &usize| order.iter().position(|other| other == file);
             for ((from, to), kind) in &mut arrows {
                 if let (Some(from), Some(to)) = (place(from), place(to)) {
-                    *kind = match from < to {
-                        true => Kind::Circle,
-                        false => Kind::Up,
-                    };
+                    *kind = if from < to { Kind::Circle } else { Kind::Up };
                 }
             }
         }

@@ -67,9 +67,10 @@ impl Plan {
             let downwards = sweep % 2 == 0;
             let num_rows = self.rows.len();
             for step in 1..num_rows {
-                let (row, fixed) = match downwards {
-                    true => (num_rows - 1 - step, num_rows - step),
-                    false => (step, step - 1),
+                let (row, fixed) = if downwards {
+                    (num_rows - 1 - step, num_rows - step)
+                } else {
+                    (step, step - 1)
                 };
                 let places = index(&self.rows[fixed]);
                 let neighbours = self.neighbours(!downwards);
@@ -79,9 +80,10 @@ impl Plan {
                         .filter_map(|other| places.get(other))
                         .map(|at| *at as f64)
                         .collect();
-                    match at.is_empty() {
-                        true => old as f64,
-                        false => at.iter().sum::<f64>() / at.len() as f64,
+                    if at.is_empty() {
+                        old as f64
+                    } else {
+                        at.iter().sum::<f64>() / at.len() as f64
                     }
                 };
                 let mut keyed: Vec<(f64, Spot)> = self.rows[row]
@@ -104,9 +106,10 @@ impl Plan {
     fn neighbours(&self, below: bool) -> BTreeMap<Spot, Vec<Spot>> {
         let mut found: BTreeMap<Spot, Vec<Spot>> = BTreeMap::new();
         for (_, upper, lower) in &self.lines {
-            let (spot, other) = match below {
-                true => (upper, lower),
-                false => (lower, upper),
+            let (spot, other) = if below {
+                (upper, lower)
+            } else {
+                (lower, upper)
             };
             found.entry(*spot).or_default().push(*other);
         }
@@ -161,9 +164,10 @@ impl Plan {
                             .into_iter()
                             .filter_map(|sides| sides.get(spot));
                         let near: Vec<f64> = near.flatten().map(|other| self.x[other]).collect();
-                        match near.is_empty() {
-                            true => self.x[spot],
-                            false => near.iter().sum::<f64>() / near.len() as f64,
+                        if near.is_empty() {
+                            self.x[spot]
+                        } else {
+                            near.iter().sum::<f64>() / near.len() as f64
                         }
                     })
                     .collect();

@@ -43,9 +43,10 @@ pub(crate) fn draw(name: &str, imports: &Imports) -> String {
         imports.files.len(),
         imports.arrows.len(),
         plan.rows.len(),
-        match sizes.is_empty() {
-            true => "no circle".to_owned(),
-            false => format!("circles of {}", sizes.join(", ")),
+        if sizes.is_empty() {
+            "no circle".to_owned()
+        } else {
+            format!("circles of {}", sizes.join(", "))
         },
         num(Kind::Up),
     );
@@ -186,9 +187,10 @@ impl Drawing<'_> {
             let Spot::File(file) = spot else { continue };
             let path = &self.imports.files[*file];
             let (x, y, width) = (self.x(*spot), self.row_y(*spot), box_width(path));
-            let (fill, stroke) = match self.round.contains(file) {
-                true => ("#fdecea", "#c81e1e"),
-                false => ("#ffffff", "#55554f"),
+            let (fill, stroke) = if self.round.contains(file) {
+                ("#fdecea", "#c81e1e")
+            } else {
+                ("#ffffff", "#55554f")
             };
             let _ = writeln!(
                 svg,
@@ -204,12 +206,11 @@ impl Drawing<'_> {
                      text-anchor=\"middle\">{text}</text>"
                 );
             };
-            match folder.is_empty() {
-                true => line(name, y + 21.0, 12.0, "#111"),
-                false => {
-                    line(folder, y + 13.0, 10.0, "#777");
-                    line(name, y + 27.0, 12.0, "#111");
-                }
+            if folder.is_empty() {
+                line(name, y + 21.0, 12.0, "#111")
+            } else {
+                line(folder, y + 13.0, 10.0, "#777");
+                line(name, y + 27.0, 12.0, "#111");
             }
         }
     }

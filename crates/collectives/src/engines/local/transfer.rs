@@ -50,9 +50,10 @@ pub(super) fn join(
         for rank in (first..slices.len()).chain(0..first) {
             let range = byte_range(extent, rank, reduction.output_of(extent.element));
             let (from, to) = (slices[rank][part].as_bytes(), &mut full[range]);
-            match reads {
-                true => pieces[rank] = (from.len(), copy_and_read(from, to)),
-                false => copy(from, to),
+            if reads {
+                pieces[rank] = (from.len(), copy_and_read(from, to))
+            } else {
+                copy(from, to)
             }
         }
         if reads {
@@ -78,9 +79,10 @@ pub(super) fn combine(
             .iter()
             .map(|tensors| &tensors[part].as_bytes()[range.clone()]);
         let (addends, out) = (addends.collect::<Vec<_>>(), buffer.as_mut());
-        match reads {
-            true => combined.push(reduce_and_read(reduction, extent.element, &addends, out)),
-            false => reduce(reduction, extent.element, &addends, out),
+        if reads {
+            combined.push(reduce_and_read(reduction, extent.element, &addends, out))
+        } else {
+            reduce(reduction, extent.element, &addends, out)
         }
     }
     combined

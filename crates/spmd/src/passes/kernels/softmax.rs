@@ -39,9 +39,10 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         let Some(forward) = forward(patterns, index) else {
             continue;
         };
-        let gradient = match forward.is_log {
-            true => log_backward(patterns, &forward),
-            false => backward(patterns, &forward),
+        let gradient = if forward.is_log {
+            log_backward(patterns, &forward)
+        } else {
+            backward(patterns, &forward)
         };
         let mut nodes = forward.nodes.clone();
         nodes.extend(gradient.iter().flat_map(|gradient| &gradient.nodes));
@@ -52,12 +53,13 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         if !patterns.is_closed(&nodes, &operands, &results) {
             continue;
         }
-        let (of, gradient_of) = match forward.is_log {
-            true => (
+        let (of, gradient_of) = if forward.is_log {
+            (
                 FusedOperation::LogSoftmax,
                 FusedOperation::LogSoftmaxBackward,
-            ),
-            false => (FusedOperation::Softmax, FusedOperation::SoftmaxBackward),
+            )
+        } else {
+            (FusedOperation::Softmax, FusedOperation::SoftmaxBackward)
         };
         let (x, y) = (forward.x, forward.y);
         patterns.insert_kernel(forward.at, of, (&[x], &[y]), Vec::new())?;

@@ -180,9 +180,10 @@ impl Total {
     /// Returns the value for the sum of only the parts: a new one if there are other values.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
-        match self.rests.is_empty() {
-            false => patterns.value(patterns.shape(total), total),
-            true => total,
+        if self.rests.is_empty() {
+            total
+        } else {
+            patterns.value(patterns.shape(total), total)
         }
     }
 

@@ -8,10 +8,11 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     let OperationIr::Module(Module::Attention(op)) = operation else {
         return None;
     };
-    let query: &str = match op.options.is_causal {
+    let query: &str = if op.options.is_causal {
         // A query's position determines the keys that it attends to.
-        true => "bh..",
-        false => "bhs.",
+        "bh.."
+    } else {
+        "bhs."
     };
     let mut signature = Signature::new()
         .input(&op.query, query)

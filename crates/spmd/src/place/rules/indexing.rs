@@ -60,9 +60,10 @@ fn indexed(operation: &OperationIr) -> Option<Signature> {
                 .input(&op.indices, "")
                 .input_of(&op.value, letters.clone())
                 .output_of(&op.out, letters);
-            match is_linear(&op.update) {
-                true => signature.linear_in([&op.tensor, &op.value]),
-                false => signature,
+            if is_linear(&op.update) {
+                signature.linear_in([&op.tensor, &op.value])
+            } else {
+                signature
             }
         }
         Base::Gather(op) => {
@@ -82,9 +83,10 @@ fn indexed(operation: &OperationIr) -> Option<Signature> {
                 .input_of(&op.indices, letters.clone())
                 .input_of(&op.value, letters.clone())
                 .output_of(&op.out, letters);
-            match is_linear(&op.update) {
-                true => signature.linear_in([&op.tensor, &op.value]),
-                false => signature,
+            if is_linear(&op.update) {
+                signature.linear_in([&op.tensor, &op.value])
+            } else {
+                signature
             }
         }
         _ => return None,

@@ -54,9 +54,12 @@ fn of_family(operation: &OperationIr) -> Signature {
         .or_else(|| views::signature(operation))
         .or_else(|| slicing::signature(operation))
         .or_else(|| normalization::signature(operation))
-        .map(|signature| match takes_padding(operation) {
-            true => signature.on_padding(),
-            false => signature,
+        .map(|signature| {
+            if takes_padding(operation) {
+                signature.on_padding()
+            } else {
+                signature
+            }
         })
         .or_else(|| indexing::signature(operation))
         .or_else(|| attention::signature(operation))

@@ -21,8 +21,9 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     // Only operations that are linear in all operands run on addends. For products with another tensor, postponing the
     // reduction has no benefit.
     let linear = is(operation, Trait::Linear) || is(operation, Trait::LinearOnFloats);
-    Some(match linear {
-        true => signature.linear_in(operation.inputs()),
-        false => signature,
+    Some(if linear {
+        signature.linear_in(operation.inputs())
+    } else {
+        signature
     })
 }

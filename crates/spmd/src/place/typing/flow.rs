@@ -296,9 +296,10 @@ impl Flow<'_> {
     /// as these are known.
     fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
         let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
-        let signature = match runs {
-            true => Some(Signature::new()),
-            false => rules::of_kernel(call),
+        let signature = if runs {
+            Some(Signature::new())
+        } else {
+            rules::of_kernel(call)
         };
         let signature = signature.ok_or(WHOLE)?;
         let is_cut = |operand: &Operand| {
@@ -310,12 +311,13 @@ impl Flow<'_> {
                 _ => false,
             }
         };
-        match signature.inputs.iter().any(is_cut) {
-            true => Err(WHOLE),
-            false => Ok(Way::Parts {
+        if signature.inputs.iter().any(is_cut) {
+            Err(WHOLE)
+        } else {
+            Ok(Way::Parts {
                 reductions: signature.contracted.into_values().collect(),
                 is_local: true,
-            }),
+            })
         }
     }
 

@@ -13,9 +13,10 @@ pub(super) fn of_program(program: &PointwiseProgram, inputs: &[SpmdType]) -> Opt
             PointwiseOperand::Step(index) => results.get(index).copied(),
             PointwiseOperand::Number(_) => Some(SpmdType::Replicate),
         };
-        let second_of = match operation.is_binary() {
-            true => of(second)?,
-            false => SpmdType::Replicate,
+        let second_of = if operation.is_binary() {
+            of(second)?
+        } else {
+            SpmdType::Replicate
         };
         let is_number = matches!(second, PointwiseOperand::Number(_));
         results.push(step(operation, (of(first)?, second_of), is_number)?);

@@ -130,9 +130,10 @@ pub(super) fn addends(
     };
     let is_linear = signature.linear.iter().any(is_set)
         || cast_or_cleared(&node.operation).is_some_and(|id| is_set(&vec![id]));
-    match is_linear && ops.all(|op| *op == first) {
-        true => Ok(first),
-        false => Err(NOT_LINEAR),
+    if is_linear && ops.all(|op| *op == first) {
+        Ok(first)
+    } else {
+        Err(NOT_LINEAR)
     }
 }
 
@@ -157,8 +158,9 @@ pub(super) fn of_owner(inputs: &[(TensorId, SpmdType)]) -> Result<Option<Way>, &
         return Ok(None);
     };
     let fits = |of: SpmdType| matches!(of, SpmdType::Replicate) || of.owner() == Some(owner);
-    match inputs.iter().all(|(_, of)| fits(*of)) {
-        true => Ok(Some(Way::Alike(SpmdType::Owned(owner)))),
-        false => Err("it combines values of one owner with values of other ranks"),
+    if inputs.iter().all(|(_, of)| fits(*of)) {
+        Ok(Some(Way::Alike(SpmdType::Owned(owner))))
+    } else {
+        Err("it combines values of one owner with values of other ranks")
     }
 }
