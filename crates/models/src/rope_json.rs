@@ -348,8 +348,7 @@ fn theta(settings: Settings<'_>, nested: Settings<'_>, family: Family) -> Result
     whole(family, ("rope_theta", theta))
 }
 
-/// Checks that transformers uses this number for a GPT-NeoX. It reads the name `inner` in the nested object, or else
-/// the name `outer` in the outer one.
+/// Checks that transformers uses this number for a GPT-NeoX: it reads `inner` in the nested object, or else `outer`.
 fn check_used_by_neox(
     settings: Settings<'_>,
     nested: Settings<'_>,
@@ -372,15 +371,10 @@ fn check_used_by_neox(
 
 fn whole(family: Family, (name, number): (&str, f64)) -> Result<usize, String> {
     if number.fract() == 0.0 && (1.0..1e15).contains(&number) {
-        Ok(number as usize)
-    } else {
-        let expected = "a whole number of 1 or more";
-        Err(refusal(
-            family.name(),
-            (name, &number.to_string()),
-            expected,
-        ))
+        return Ok(number as usize);
     }
+    let given = (name, &*number.to_string());
+    Err(refusal(family.name(), given, "a whole number of 1 or more"))
 }
 
 /// Reads the rotated share of each head.

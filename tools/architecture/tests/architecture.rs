@@ -79,7 +79,7 @@ const ALLOWED: [(&str, &[&str]); 21] = [
     ),
     ("burn-fsdp-bench", &["burn-fsdp", "burn-fsdp-models"]),
     ("burn-fsdp-architecture", &[]),
-    ("burn-fsdp-shard-tests", &[]),
+    ("burn-fsdp-shard-tests", &["burn-fsdp-shard"]),
     ("burn-fsdp-spmd-tests", &[]),
     ("burn-fsdp-facade-tests", &[]),
 ];

@@ -13,7 +13,7 @@ use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::AdapterSizes;
 use crate::args::{
-    CheckpointArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
+    CheckpointArgs, DataArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
 };
 use crate::codec::Chosen;
 use crate::console;
@@ -180,11 +180,7 @@ impl TrainConfig {
             init: args.model.init,
             save_init: args.model.save_init,
             data,
-            eval_every: args.data.eval_every.unwrap_or(if args.data.synthetic {
-                0
-            } else {
-                EVAL_EVERY
-            }),
+            eval_every: eval_every(&args.data),
             eval_batches: args.data.eval_batches,
             batch,
             steps: args.training.steps,
@@ -295,6 +291,12 @@ impl TrainConfig {
         let is_due = self.eval_every > 0 && (step + 1).is_multiple_of(self.eval_every);
         self.eval_batches > 0 && (is_last || is_due)
     }
+}
+
+/// Returns the number of steps between evaluations; 0 for none.
+fn eval_every(data: &DataArgs) -> usize {
+    let default = if data.synthetic { 0 } else { EVAL_EVERY };
+    data.eval_every.unwrap_or(default)
 }
 
 /// Returns true if a resumed run makes no use of `--init`. A run with adapters uses the weights, and a folder may

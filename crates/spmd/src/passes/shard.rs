@@ -43,8 +43,7 @@ use crate::transform::GraphTransform;
 /// ```
 ///
 /// The loss is also averaged, so every rank returns the loss of the whole batch. A single rank with whole parameters
-/// needs no averaging. In hybrid sharding ([`Replicate`]), an all-reduce then averages gradients and loss over the
-/// replicas.
+/// needs no averaging. In hybrid sharding ([`Replicate`]), an all-reduce then averages both over the replicas.
 ///
 /// With [`DataParallel::Automatic`], the pass works like [`ExpandPlacements`] with placements chosen for little
 /// communication, and the graph must have been traced over the joined batch of all ranks.
@@ -256,7 +255,11 @@ impl Insertion<'_> {
         partition: Partition,
         (dtype, result): (DType, DType),
     ) -> Collective {
-        let reduces = kind.contract().reduces;
+        let (payload, reduction) = if kind.contract().reduces {
+            (Payload::Gradient, Some(ReduceOp::Mean))
+        } else {
+            (Payload::Parameter, None)
+        };
         Collective {
             kind,
             axis: axis.clone(),
@@ -268,12 +271,8 @@ impl Insertion<'_> {
                 dtype,
                 result,
             }],
-            reduction: reduces.then_some(ReduceOp::Mean),
-            payload: if reduces {
-                Payload::Gradient
-            } else {
-                Payload::Parameter
-            },
+            reduction,
+            payload,
             stage: Stage::Whole,
         }
     }
