@@ -1,4 +1,5 @@
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use crate::blocks::{Blocks, Walk};
@@ -64,6 +65,11 @@ impl Dataset {
             return Err(contents.empty(Part::Training));
         }
         Ok(Self(Arc::new(contents)))
+    }
+
+    /// Returns the paths of the files, in their order.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.blocks.files.iter().map(|file| file.path.as_path())
     }
 
     /// Returns the training stream from its start.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::family::Family;
 use crate::rope_scaling::RopeScaling;
 
-/// The choices of a [`Llama`](crate::Llama) other than sizes.
+/// The architecture options of a [`Llama`](crate::Llama), as opposed to its main sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaVariant {
@@ -28,7 +28,7 @@ pub struct LlamaVariant {
     pub biases: Biases,
     /// The activation of the MLP, or of its gate.
     pub activation: Activation,
-    /// The choices of attention.
+    /// The options of attention.
     pub scores: AttentionScores,
     /// The soft cap `c`, which changes a logit `x` to `c tanh(x / c)`. `None` for no cap.
     pub logit_softcap: Option<f64>,
@@ -37,7 +37,7 @@ pub struct LlamaVariant {
 }
 
 impl LlamaVariant {
-    /// The choices of Llama 2 and 3: an untied head, an epsilon of 1e-5, and unscaled positions.
+    /// The options of Llama 2 and 3: an untied head, an epsilon of 1e-5, and unscaled positions.
     pub const PLAIN: Self = Self {
         family: Family::Llama,
         has_tied_head: false,
@@ -119,7 +119,7 @@ impl Activation {
     ];
 }
 
-/// The choices of attention: how scores are computed, and which keys a query sees.
+/// The options of attention: how scores are computed, and which keys a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AttentionScores {

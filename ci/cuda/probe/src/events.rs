@@ -140,7 +140,7 @@ fn rounds(
     Ok(all)
 }
 
-/// One half is copied, the other filled with the same number, in that order on our stream.
+/// Fills the first half of the output with `number`, and then copies the second half from the input, on our stream.
 fn move_on_ours(
     at: &Resolved<'_>,
     own: Own,

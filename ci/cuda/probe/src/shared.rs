@@ -383,7 +383,7 @@ fn reduced(
     slices.reduce(|sum, next| sum + next).expect("ranks")
 }
 
-/// Many small exchanges while the owner's stream has work to do: what a missing wait would show in.
+/// Runs many small exchanges while the owner's stream is busy, so that a missing wait causes wrong numbers.
 fn stress(lab: &Lab, marked: bool) -> Outcome {
     const ROUNDS: usize = 3000;
     const SIZE: usize = 1 << 16;

@@ -16,6 +16,8 @@ use serde_json::{Value, json};
 use crate::args::{DataArgs, DataFormat, TrainArgs};
 use crate::codec;
 use crate::error::InputError;
+use crate::output;
+use crate::train::own_files::OwnFiles;
 
 /// Name of the section of a saved step that contains the position.
 pub(crate) const SECTION: &str = "documents";
@@ -99,16 +101,8 @@ pub(crate) fn are_meant(args: &DataArgs) -> bool {
     let Some(path) = &args.data else {
         return false;
     };
-    let extension = path
-        .extension()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_lowercase();
     let is_glob = || path.to_string_lossy().contains(['*', '?', '[']) && !path.exists();
-    args.data_format.is_some()
-        || args.text_field.is_some()
-        || EXTENSIONS.contains(&extension.as_str())
-        || is_glob()
+    args.data_format.is_some() || args.text_field.is_some() || has_extension(path) || is_glob()
 }
 
 impl Documents {
@@ -139,6 +133,7 @@ impl Documents {
             end: end_of_text(args)?,
         };
         let dataset = Dataset::open(config, Arc::new(tokenizer))?;
+        refuse_own(args, path, &dataset)?;
         let batch = args.training.batch;
         let most = args.data.eval_batches.saturating_mul(batch).max(1);
         let mut stream = dataset.held_out();
@@ -253,6 +248,40 @@ impl fmt::Display for Documents {
             self.dataset
         )
     }
+}
+
+/// Checks that no file of this run, and no saved step, would be read as a document, now or when the run is resumed.
+fn refuse_own(args: &TrainArgs, path: &Path, dataset: &Dataset) -> Result<(), InputError> {
+    if path.is_file() {
+        return Ok(());
+    }
+    let folder = path.ancestors().find(|path| path.is_dir());
+    let own = OwnFiles::of(args, folder.unwrap_or(Path::new(".")));
+    let refused = |flag, path: &Path| {
+        Err(InputError::Output {
+            flag,
+            path: path.to_owned(),
+            problem: "this would be read as documents of --data; write the run's files to another folder, or name the \
+                      documents by a glob"
+                .to_owned(),
+        })
+    };
+    for (flag, path) in own.inside() {
+        if has_extension(path) {
+            return refused(flag, path);
+        }
+    }
+    let is_own = |path: &&Path| output::identity(path).ancestors().any(|path| own.has(path));
+    match dataset.paths().find(is_own) {
+        Some(path) => refused("--data", path),
+        None => Ok(()),
+    }
+}
+
+/// Returns true for the extension of a file with documents.
+fn has_extension(path: &Path) -> bool {
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    EXTENSIONS.contains(&extension.to_lowercase().as_str())
 }
 
 /// Returns the model's token for the end of a text, if the tokens are those of its folder.

@@ -97,6 +97,11 @@ impl OwnFiles {
         is_own || is_step
     }
 
+    /// Returns the paths from flags that are inside the data, with links resolved, whether or not they already exist.
+    pub(crate) fn inside(&self) -> &[(&'static str, PathBuf)] {
+        &self.inside
+    }
+
     /// Returns the number of other runs' saved steps that were skipped.
     pub(crate) fn num_steps(&self) -> usize {
         self.num_steps.get()

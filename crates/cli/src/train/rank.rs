@@ -1,4 +1,4 @@
-//! The loop of one rank around its trainer.
+//! The training loop of one rank, which drives its trainer and reports, evaluates and saves between steps.
 
 use std::time::Instant;
 

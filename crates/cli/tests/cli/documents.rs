@@ -96,6 +96,17 @@ fn broken_and_changed_documents_are_rejected() {
         &["docs.jsonl", "line ", "`body`", "`text`"],
     );
     refused("--data absent.jsonl", &["absent.jsonl"]);
+    std::fs::create_dir(folder.path("docs")).expect("a writable folder");
+    folder.write("docs/one.jsonl", &lines);
+    refused(
+        "--data docs --data-format jsonl --metrics docs/metrics.jsonl",
+        &["--metrics", "metrics.jsonl", "documents of --data"],
+    );
+    folder.write("docs/log.txt", "loss 1");
+    refused(
+        "--data docs --data-format text --trace docs/log.txt",
+        &["log.txt", "documents of --data"],
+    );
     folder.write("bad.parquet", "PAR1");
     refused("--data bad.parquet", &["bad.parquet", "Parquet"]);
 }

@@ -1,8 +1,8 @@
-//! Tests the auditor on miniature engines. It must never reject a correct one, and always reject one with a single
+//! Tests the auditor on miniature engines: it must accept every correct engine and reject every engine with a single
 //! error.
 //!
-//! The handling of gradients in an engine is a list of events, the same for all ranks. Tags are sent in notes, as in
-//! the real engine. A mutant is a list with one changed event, drawn by seed.
+//! An engine is a list of events that describes how gradients are handled on all ranks. Tags are sent in notes, as in
+//! the real engine. A mutant is a correct list with one event added, removed or changed at random, from a fixed seed.
 
 use burn_fsdp_collectives::Reduction;
 use rand::rngs::StdRng;

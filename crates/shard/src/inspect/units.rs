@@ -270,7 +270,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// A guard that restores the switches of units, even by unwinding.
+/// A guard that restores the gradient sync switches of units when dropped, even during a panic.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,

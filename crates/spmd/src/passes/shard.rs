@@ -387,7 +387,7 @@ impl Insertion<'_> {
         Ok(mean)
     }
 
-    /// Returns a gradient, which the last node has written, cast to the type in which it is sent.
+    /// Returns `gradient`, an output of the last scheduled node, in the type in which it is sent. May add or remove a cast.
     fn travelling(
         &mut self,
         scheduled: &mut Vec<Node>,

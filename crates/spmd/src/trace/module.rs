@@ -261,7 +261,8 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .collect()
 }
 
-/// Returns a module of fakes. If the precision requires it, also returns whether each tensor is a running statistic.
+/// Returns a module of fakes, and whether each of its tensors is a running statistic. The given module must already
+/// consist of fakes. With the default precision, it is returned unchanged, with an empty list.
 pub(super) fn with_running<M: Module>(
     module: M,
     precision: &Precision,

@@ -196,8 +196,9 @@ impl Flow<'_> {
         types.collect()
     }
 
-    /// Returns the type of a value that the optimizer creates without inputs for a parameter, such as the initial zeros
-    /// of a state. It is the parameter's type.
+    /// Returns the type of a value that the optimizer creates for a parameter without inputs, such as the initial zeros
+    /// of a state: the parameter's type. `None` for other values, and for other shapes unless one rank owns the
+    /// parameter.
     fn stepped(&self, node: &Node, output: TensorId, axis: usize) -> Option<SpmdType> {
         if node.phase != Phase::Optimizer || node.inputs().next().is_some() {
             return None;
