@@ -51,8 +51,8 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     ///
     /// The numbers of blocks and heads stay the same. Head widths, other widths and the vocabulary size become as small
     /// as possible, but keep their remainders modulo `ranks` and modulo two. They are at least `least`, unless the
-    /// original is smaller; for heads, this is the width of all heads together. Heads keep their width if settings of
-    /// the rotary positions depend on it.
+    /// original is smaller; for heads, this is the width of all heads together. Heads keep their width if it is set
+    /// (`head_dim`), or if settings of the rotary positions depend on it.
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 

@@ -175,7 +175,8 @@ impl Tokens {
         (self, rest)
     }
 
-    /// Counts the characters between the last token and byte `start` of the text, which have no token.
+    /// Counts the characters, except whitespace and control characters, between the last token and byte `start` of the
+    /// text, which have no token.
     fn skip_to(&mut self, text: &str, start: usize) {
         let without = text.get(self.end..start).unwrap_or_default();
         let is_seen = |char: &char| !char.is_whitespace() && !char.is_control();

@@ -29,7 +29,7 @@ where
     B: Batch,
     O: Batch,
 {
-    // The builder rejects a narrow trace that would lose bits. The first error is then returned.
+    // The builder rejects a narrow trace that would lose bits, and that error is returned.
     let recorded = |options: &TraceOptions| recorded(&init, &forward, batch, options);
     let (builder, template) = by_types(&init, options, recorded)?;
     Ok((builder.build_forward()?, template))
