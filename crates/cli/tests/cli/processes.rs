@@ -83,9 +83,10 @@ fn losses_and_saved_files_match_threads() {
         );
         let threads = Folder::new();
         // The default of processes.
-        let early = match flags.contains("--prefetch") {
-            true => "",
-            false => "--prefetch 1",
+        let early = if flags.contains("--prefetch") {
+            ""
+        } else {
+            "--prefetch 1"
         };
         let expected = threads.report(&format!("--ranks {ranks} {early} {arguments}"));
         let processes = Folder::new();

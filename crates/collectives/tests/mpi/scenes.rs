@@ -129,9 +129,10 @@ fn play(scene: &str) -> ExitCode {
         "late" | "stop" => DEADLINE,
         _ => Duration::from_secs(60),
     });
-    let config = match scene.starts_with("flip") || scene == "contract by bytes" {
-        true => config.check(Check::Agreement),
-        false => config,
+    let config = if scene.starts_with("flip") || scene == "contract by bytes" {
+        config.check(Check::Agreement)
+    } else {
+        config
     };
     let name = scene.to_owned();
     let result = launch(config, move |world| act(&name, &world));
