@@ -177,20 +177,26 @@ fn base_of(glob: &Path) -> PathBuf {
     glob.components().take_while(is_literal).collect()
 }
 
+impl Format {
+    /// Returns the format that belongs to the extension of a path, in any case; `None` for other extensions.
+    pub fn of(path: &Path) -> Option<Self> {
+        let found = extension(path);
+        let known = EXTENSIONS.iter().find(|(extension, _)| *extension == found);
+        known.map(|(_, format)| *format)
+    }
+}
+
+fn extension(path: &Path) -> String {
+    let extension = path.extension().unwrap_or_default();
+    extension.to_string_lossy().to_lowercase()
+}
+
 fn format_of(path: &Path) -> Result<Format, DataError> {
-    let found = path
-        .extension()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_lowercase();
-    let known = EXTENSIONS.iter().find(|(extension, _)| *extension == found);
-    known
-        .map(|(_, format)| *format)
-        .ok_or_else(|| DataError::Extension {
-            path: path.to_owned(),
-            expected: EXTENSIONS.map(|(extension, _)| extension).join(", "),
-            found,
-        })
+    Format::of(path).ok_or_else(|| DataError::Extension {
+        path: path.to_owned(),
+        expected: EXTENSIONS.map(|(extension, _)| extension).join(", "),
+        found: extension(path),
+    })
 }
 
 /// Returns the size of a file, and a checksum of its size and of samples at equal distances, which include the first

@@ -25,9 +25,6 @@ pub(crate) const SECTION: &str = "documents";
 /// The part of the documents that is held out for evaluation.
 const HELD_OUT: f64 = 0.05;
 
-/// Extensions of files with documents. Other files are read as one text unless a flag requests documents.
-const EXTENSIONS: [&str; 3] = ["jsonl", "ndjson", "parquet"];
-
 /// Number of steps whose sequences and positions are kept: ranks differ by less than two steps.
 const KEPT: usize = 3;
 
@@ -278,10 +275,10 @@ fn refuse_own(args: &TrainArgs, path: &Path, dataset: &Dataset) -> Result<(), In
     }
 }
 
-/// Returns true for the extension of a file with documents.
+/// Returns true for the extension of a file with documents. Other files are read as one text unless a flag requests
+/// documents.
 fn has_extension(path: &Path) -> bool {
-    let extension = path.extension().unwrap_or_default().to_string_lossy();
-    EXTENSIONS.contains(&extension.to_lowercase().as_str())
+    matches!(Format::of(path), Some(Format::Jsonl | Format::Parquet))
 }
 
 /// Returns the model's token for the end of a text, if the tokens are those of its folder.

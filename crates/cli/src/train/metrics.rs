@@ -108,14 +108,24 @@ impl Metrics {
     }
 }
 
+/// Returns a warning about the first failure of an output, which `has_failed` remembers.
+fn first_failure(
+    has_failed: &mut bool,
+    (flag, path, what): (&str, &Path, &str),
+    result: io::Result<()>,
+) -> Option<String> {
+    let error = result.err()?;
+    let is_first = !std::mem::replace(has_failed, true);
+    is_first.then(|| {
+        let path = path.display();
+        format!("{flag} {path}: {error}; {what} are lost, but training continues")
+    })
+}
+
 impl Events {
     fn first_failure(&mut self, result: io::Result<()>) -> Option<String> {
-        let error = result.err()?;
-        let is_first = !std::mem::replace(&mut self.has_failed, true);
-        is_first.then(|| {
-            let path = self.file.path().display();
-            format!("--tensorboard {path}: {error}; events are lost, but training continues")
-        })
+        let output = ("--tensorboard", self.file.path(), "events");
+        first_failure(&mut self.has_failed, output, result)
     }
 }
 
@@ -173,12 +183,8 @@ impl Lines {
     }
 
     fn first_failure(&mut self, result: io::Result<()>) -> Option<String> {
-        let error = result.err()?;
-        let is_first = !std::mem::replace(&mut self.has_failed, true);
-        is_first.then(|| {
-            let path = self.path.display();
-            format!("--metrics {path}: {error}; lines are lost, but training continues")
-        })
+        let output = ("--metrics", &*self.path, "lines");
+        first_failure(&mut self.has_failed, output, result)
     }
 }
 
