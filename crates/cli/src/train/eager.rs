@@ -23,7 +23,7 @@ use crate::error::RankError;
 use crate::train::config::TrainConfig;
 use crate::train::feed::Feed;
 use crate::train::optimizer::Optimizer;
-use crate::train::trace::{Phases, eager_events};
+use crate::train::trace::{Phases, Resident, eager_events};
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
 
@@ -198,11 +198,16 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
         origin: Instant,
     ) -> Result<(f32, Vec<Value>), RankError> {
         let live = LiveBytes::of(self.model()?)?;
-        self.world.start_recording(move || live.now());
+        let resident = Resident::default();
+        let sampled = resident.clone();
+        self.world.start_recording(move || {
+            sampled.sample();
+            live.now()
+        });
         self.phases.begin();
         let own_loss = self.step(step);
         let (phases, spans) = (self.phases.end(), self.world.end_recording());
-        let events = eager_events(self.world.rank(), origin, &phases, &spans);
+        let events = eager_events(self.world.rank(), origin, &phases, &spans, &resident);
         Ok((own_loss?, events))
     }
 

@@ -1,15 +1,21 @@
 //! The Chrome trace of one step, for `chrome://tracing` and Perfetto. Each rank is a process with a row for
-//! computation, a row for communication, and a curve of its memory.
+//! computation, a row for communication, and curves of its memory.
 
 use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use burn_fsdp::internals::collectives::{CommSpan, CommStage};
 use serde_json::{Value, json};
 
+use crate::host;
+
 /// Row of a rank's computation; the next row is for its communication.
 const COMPUTE: usize = 0;
 const COMMUNICATION: usize = 1;
+
+/// Curve of the memory of a whole process, which thread ranks share.
+const RESIDENT: &str = "resident bytes of the process";
 
 /// The recorded phases of a step of the eager engine; `None` while nothing is recorded.
 #[derive(Debug, Default)]
@@ -46,15 +52,37 @@ impl Phases {
     }
 }
 
+/// The process's resident memory during a step, sampled after each operation. Clones share their samples.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Resident(Arc<Mutex<Vec<(Instant, u64)>>>);
+
+impl Resident {
+    /// Adds a sample, if the system reports the memory.
+    pub(crate) fn sample(&self) {
+        if let Some(bytes) = host::rss_bytes() {
+            let mut samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            samples.push((Instant::now(), bytes));
+        }
+    }
+
+    fn events(&self, clock: &Clock) -> Vec<Value> {
+        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let event = |(at, bytes): &(Instant, u64)| clock.counter(RESIDENT, *at, *bytes);
+        samples.iter().map(event).collect()
+    }
+}
+
 /// Creates the events of a rank of the eager engine. Time between operations counts as computation in its phase.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
     phases: &[Phase],
     spans: &[CommSpan],
+    resident: &Resident,
 ) -> Vec<Value> {
     let clock = Clock { rank, origin };
     let mut events = clock.names();
+    events.extend(resident.events(&clock));
     for phase in phases {
         let Phase { name, start, end } = *phase;
         events.push(clock.span(name, name, COMPUTE, start, end));
@@ -96,10 +124,7 @@ pub(crate) fn eager_events(
         event["args"] = json!({"bytes": bytes, "group": operation.group.as_str(),
                                "sequence": operation.sequence});
         events.push(event);
-        events.push(json!({
-            "ph": "C", "name": "unsharded bytes", "pid": rank, "ts": clock.micros(*end),
-            "args": {"bytes": sample},
-        }));
+        events.push(clock.counter("unsharded bytes", *end, *sample as u64));
     }
     events
 }
@@ -122,6 +147,11 @@ impl Clock {
             name("thread_name", COMPUTE, "compute"),
             name("thread_name", COMMUNICATION, "communication"),
         ]
+    }
+
+    fn counter(&self, name: &str, at: Instant, bytes: u64) -> Value {
+        json!({"ph": "C", "name": name, "pid": self.rank, "ts": self.micros(at),
+               "args": {"bytes": bytes}})
     }
 
     fn span(&self, name: &str, kind: &str, row: usize, start: Instant, end: Instant) -> Value {

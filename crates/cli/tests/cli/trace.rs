@@ -1,5 +1,7 @@
 //! `train --trace`: one step as a Chrome trace.
 
+use std::collections::BTreeSet;
+
 use serde_json::Value;
 
 use crate::command::{Folder, losses};
@@ -45,7 +47,7 @@ fn traced(flags: &str) -> Vec<Value> {
 }
 
 /// Checks the properties that all traces have, and returns the spans.
-fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
+fn checked(flags: &str, ranks: u64, counters: &[&str]) -> Vec<Span> {
     let events = traced(flags);
     let of_kind = |kind: &'static str| events.iter().filter(move |event| event["ph"] == kind);
     let spans: Vec<_> = of_kind("X").map(span).collect();
@@ -54,6 +56,10 @@ fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
         events.len(),
         "no event of another kind"
     );
+    let named: BTreeSet<_> = of_kind("C")
+        .filter_map(|event| event["name"].as_str())
+        .collect();
+    assert_eq!(named, counters.iter().copied().collect(), "{flags}");
     for rank in 0..ranks {
         let name = format!("rank {rank}");
         let is_name = |event: &&Value| event["name"] == "process_name" && event["pid"] == rank;
@@ -74,12 +80,20 @@ fn checked(flags: &str, ranks: u64, counter: &str) -> Vec<Span> {
         assert!(row(1).any(|span| span.name.contains("all_gather")));
         assert!(row(1).any(|span| span.name.contains("reduce_scatter")));
         assert!(row(0).any(|span| span.kinds.contains("compute")));
-        let memory = of_kind("C").filter(|event| event["pid"] == rank);
-        let memory: Vec<_> = memory
-            .inspect(|event| assert_eq!(event["name"], counter))
-            .map(|event| number(&event["args"], "bytes"))
-            .collect();
+        let curve = |name: &str| -> Vec<f64> {
+            let of_rank = of_kind("C").filter(|event| event["pid"] == rank);
+            let named = of_rank.filter(|event| event["name"] == name);
+            named.map(|event| number(&event["args"], "bytes")).collect()
+        };
+        let memory = curve(counters[0]);
         assert!(memory.len() > 3 && memory.iter().any(|bytes| *bytes != memory[0]));
+        for counter in counters {
+            let curve = curve(counter);
+            assert!(
+                curve.len() > 3 && curve.iter().all(|bytes| *bytes >= 0.0),
+                "{flags}: {counter}"
+            );
+        }
         for number in [0, 1] {
             let row: Vec<_> = row(number).cloned().collect();
             nested(&row, flags);
@@ -140,7 +154,11 @@ fn a_step_of_the_eager_engine_is_traced() {
         ("--ranks 3 --prefetch 1", 3),
         ("--accumulate 2", 2),
     ] {
-        let spans = checked(flags, ranks, "unsharded bytes");
+        let spans = checked(
+            flags,
+            ranks,
+            &["unsharded bytes", "resident bytes of the process"],
+        );
         for rank in 0..ranks {
             let phases = spans
                 .iter()
@@ -168,7 +186,7 @@ fn a_compiled_step_is_traced() {
         ("--ranks 2 --compile", 2),
         ("--ranks 3 --prefetch 1 --compile", 3),
     ] {
-        let spans = checked(flags, ranks, "live tensor bytes");
+        let spans = checked(flags, ranks, &["live tensor bytes"]);
         let has = |kind: &str| spans.iter().any(|span| span.kinds.contains(kind));
         for kind in [
             "compute",
