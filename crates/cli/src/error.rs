@@ -378,6 +378,12 @@ pub(crate) enum InputError {
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
+    #[error(
+        "{}: {problem}; --chat-field needs the chat template of the model, which instruction-tuned models have beside \
+         tokenizer.json", path.display()
+    )]
+    ChatFile { path: PathBuf, problem: String },
+
     #[error(transparent)]
     Model(#[from] ModelError),
 

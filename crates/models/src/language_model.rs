@@ -4,10 +4,12 @@ use std::ops::Range;
 
 use burn::module::Module;
 use burn::store::ModuleSnapshot;
+use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fsdp_kernels::cross_entropy;
 
 use crate::key_values::{KeyValueCache, KeyValues};
+use crate::targets::Targets;
 
 /// A decoder: an embedding, blocks that each add to one residual stream, and a head.
 ///
@@ -46,8 +48,9 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         0
     }
 
-    /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`. `run`
-    /// runs each block: it calls [`run_block`](Self::run_block) and may add to it.
+    /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`. If the
+    /// targets have [weights](Targets::weighted), each cross entropy is multiplied by its weight first. `run` runs each
+    /// block: it calls [`run_block`](Self::run_block) and may add to it.
     ///
     /// 16-bit logits are widened to 32 bits before the logarithm.
     ///
@@ -57,17 +60,28 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     fn loss_by(
         &self,
         tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
+        targets: impl Into<Targets>,
         run: impl Fn(&Self::Block, Tensor<2>, &Self::Shared) -> Tensor<2>,
     ) -> Tensor<1> {
+        let Targets {
+            tokens: targets,
+            weights,
+        } = targets.into();
         let [batch, time] = targets.dims();
+        let targets = targets.reshape([batch * time]);
         let logits = self.logits_by(tokens, run);
         let logits = if logits.dtype().size() < 4 {
             logits.cast(DType::F32)
         } else {
             logits
         };
-        cross_entropy(logits, targets.reshape([batch * time]))
+        let Some(weights) = weights else {
+            return cross_entropy(logits, targets);
+        };
+        let likelihood = log_softmax(logits, 1).gather(1, targets.unsqueeze_dim(1));
+        (likelihood * weights.reshape([batch * time, 1]))
+            .mean()
+            .neg()
     }
 
     /// Returns the logits `[batch * time, vocab]` of the token after each of `tokens`, `[batch, time]`. `run` runs each
@@ -94,12 +108,13 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         self.head(x)
     }
 
-    /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`.
+    /// Returns the mean cross entropy of the targets, in nats, `[1]`, multiplied by their weights if they have any.
+    /// Tokens and targets are `[batch, time]`.
     ///
     /// # Panics
     ///
     /// As [`loss_by`](Self::loss_by).
-    fn mean_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+    fn mean_loss(&self, tokens: Tensor<2, Int>, targets: impl Into<Targets>) -> Tensor<1> {
         self.loss_by(tokens, targets, |block, x, shared| {
             Self::run_block(block, x, shared, None)
         })

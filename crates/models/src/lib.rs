@@ -80,6 +80,7 @@ mod saving;
 mod settings;
 mod stored;
 mod table;
+mod targets;
 mod text;
 mod text_reader;
 mod token_text;
@@ -105,6 +106,7 @@ pub use llama_variant::{Activation, AttentionScores, Biases, LlamaVariant, Slidi
 pub use remark::{Remark, Remarks};
 pub use rope_scaling::{RopeFactors, RopeScaling};
 pub use table::ParameterSpec;
+pub use targets::Targets;
 pub use text::{BYTE_VOCAB, ByteText};
 pub use text_reader::Unread;
 pub use token_text::TokenText;

@@ -4,7 +4,7 @@ use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
 /// A prime, so the synthetic tokens visit the whole vocabulary unless its size is a multiple.
@@ -140,10 +140,12 @@ pub struct Batches {
 }
 
 /// Some rows of a step. The target of every token is the next token.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Rows {
     inputs: Vec<i64>,
     targets: Vec<i64>,
+    /// A weight for each target, if they differ.
+    weights: Option<Vec<f32>>,
     num_rows: usize,
 }
 
@@ -189,6 +191,7 @@ impl Batches {
         Rows {
             inputs: tokens(0),
             targets: tokens(1),
+            weights: None,
             num_rows: starts.len(),
         }
     }
@@ -201,8 +204,23 @@ impl Rows {
         Self {
             inputs,
             targets,
+            weights: None,
             num_rows,
         }
+    }
+
+    /// Sets the weight of each target in the loss, row after row. They must be as many as the targets.
+    #[must_use]
+    pub fn weighted(self, weights: Vec<f32>) -> Self {
+        let weights = Some(weights);
+        Self { weights, ..self }
+    }
+
+    /// Returns the number of targets that count in the loss: those whose weight is not zero.
+    #[must_use]
+    pub fn num_learned(&self) -> usize {
+        let learned = |weights: &Vec<f32>| weights.iter().filter(|weight| **weight != 0.0).count();
+        self.weights.as_ref().map_or(self.targets.len(), learned)
     }
 
     /// Returns the input tokens, row after row.
@@ -221,9 +239,20 @@ impl Rows {
     #[must_use]
     pub fn to_tensors(&self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
         let tensor = |tokens: &[i64]| {
-            let shape = [self.num_rows, tokens.len() / self.num_rows.max(1)];
-            Tensor::from_data(TensorData::new(tokens.to_vec(), shape), device)
+            Tensor::from_data(TensorData::new(tokens.to_vec(), self.shape()), device)
         };
         (tensor(&self.inputs), tensor(&self.targets))
+    }
+
+    /// Returns the weights of the targets as a tensor `[rows, seq]`, or `None` if all count alike.
+    #[must_use]
+    pub fn weights_on(&self, device: &Device) -> Option<Tensor<2>> {
+        let weights = self.weights.clone()?;
+        let data = TensorData::new(weights, self.shape());
+        Some(Tensor::from_data(data, (device, DType::F32)))
+    }
+
+    fn shape(&self) -> [usize; 2] {
+        [self.num_rows, self.inputs.len() / self.num_rows.max(1)]
     }
 }

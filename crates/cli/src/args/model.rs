@@ -113,6 +113,39 @@ pub(crate) struct DataArgs {
     /// Field with the text of a document in JSONL or Parquet [default: text]
     #[arg(long, value_name = "FIELD", requires = "data", hide_short_help = true)]
     pub(crate) text_field: Option<String>,
+    /// Field with the prompt of a document in JSONL or Parquet; with --completion-field
+    ///
+    /// The loss is the mean over the tokens of the completions, and the tokens after them. Each sequence contains one
+    /// document; longer documents are divided.
+    #[arg(
+        long,
+        value_name = "FIELD",
+        requires_all = ["data", "completion_field"],
+        conflicts_with = "text_field",
+        hide_short_help = true
+    )]
+    pub(crate) prompt_field: Option<String>,
+    /// Field with the completion of --prompt-field, on which the model is trained
+    #[arg(
+        long,
+        value_name = "FIELD",
+        requires = "prompt_field",
+        hide_short_help = true
+    )]
+    pub(crate) completion_field: Option<String>,
+    /// Field with the messages of a chat in JSONL or Parquet
+    ///
+    /// Each message has a `role` and a `content`. The chat template beside the tokenizer renders them:
+    /// chat_template.jinja, or `chat_template` in tokenizer_config.json. The loss is the mean over the tokens that the
+    /// assistant writes. Each sequence contains one chat; longer chats are divided.
+    #[arg(
+        long,
+        value_name = "FIELD",
+        requires = "data",
+        conflicts_with_all = ["text_field", "prompt_field"],
+        hide_short_help = true
+    )]
+    pub(crate) chat_field: Option<String>,
     /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,

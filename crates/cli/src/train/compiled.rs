@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::backend::Flex;
 use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
@@ -28,13 +28,11 @@ use crate::adapters::{AdapterSizes, Adapters, is_saved};
 use crate::console;
 use crate::error::{InputError, RankError};
 use crate::train::config::TrainConfig;
-use crate::train::feed::Feed;
+use crate::train::feed::{Feed, Tokens, tokens_of};
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
 use crate::weights;
-
-type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// A compiled step on a backend, with its parameters and optimizer state.
 struct Compiled<'a, A: Architecture, Be: BackendIr> {
@@ -119,6 +117,7 @@ fn traced<A: Architecture>(
     (step, learning_rate): (OptimizerStep, f64),
 ) -> Result<Graph, RankError> {
     let (seed, adapters) = (config.seed, config.adapters);
+    let weighted = config.data.has_weights();
     sizes.validate()?;
     // One element, expanded to the full shape: only the shape and the element type are used.
     let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
@@ -131,7 +130,8 @@ fn traced<A: Architecture>(
         precision: config.sharding.precision.clone(),
         scales_loss: config.step.scales_loss,
     };
-    let batch = (tokens(), tokens());
+    let weights = weighted.then(|| one().float().cast(DType::F32).expand(shape));
+    let batch = (tokens(), (tokens(), weights));
     let graph = trace(init, loss::<A::Model>, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)
 }
@@ -337,7 +337,7 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         let micro = (0..self.config.step.accumulate).map(|micro| -> Result<_, RankError> {
             let rows = self.config.micro_rows_of(self.world.rank(), micro);
             let rows = self.batches.rows(step, rows)?;
-            Ok(rows.to_tensors(&self.config.device(self.world)))
+            Ok(tokens_of(&rows, &self.config.device(self.world)))
         });
         micro.collect()
     }
@@ -432,8 +432,11 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
         let (config, world) = (self.config, self.world);
-        evaluation::evaluate(config, world, |inputs, targets| {
-            let loss = self.step.evaluate(&mut self.loss, &(inputs, targets))?;
+        let device = config.device(world);
+        evaluation::evaluate(config, world, |rows| {
+            let loss = self
+                .step
+                .evaluate(&mut self.loss, &tokens_of(rows, &device))?;
             Ok(loss.into_scalar::<f32>())
         })
     }

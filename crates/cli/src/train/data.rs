@@ -236,7 +236,7 @@ impl Data {
                 batch,
                 seq,
             })),
-            Self::Documents(documents) => Some(Feed::HeldOut(&documents.held_out)),
+            Self::Documents(documents) => Some(Feed::HeldOut(documents)),
         }
     }
 
@@ -252,6 +252,11 @@ impl Data {
             }
             Self::Documents(documents) => Some((&documents.codec, documents.prompt(len)?)),
         }
+    }
+
+    /// Returns true if the targets of a batch have weights.
+    pub(crate) fn has_weights(&self) -> bool {
+        self.documents().is_some_and(Documents::has_weights)
     }
 
     /// Returns the documents, if these are the data.

@@ -17,6 +17,7 @@ use crate::args::{DataArgs, DataFormat, TrainArgs};
 use crate::codec;
 use crate::error::InputError;
 use crate::output;
+use crate::train::chat_files::ChatFiles;
 use crate::train::own_files::OwnFiles;
 
 /// Name of the section of a saved step that contains the position.
@@ -28,6 +29,9 @@ const HELD_OUT: f64 = 0.05;
 /// Number of steps whose sequences and positions are kept: ranks differ by less than two steps.
 const KEPT: usize = 3;
 
+/// A text before a continuation.
+const BREAK: &str = "\n";
+
 /// Files of documents.
 pub(crate) struct Documents {
     dataset: Dataset,
@@ -35,7 +39,7 @@ pub(crate) struct Documents {
     pub(crate) held_out: Vec<Sequence>,
     /// Warnings about the tokens.
     pub(crate) warnings: Vec<String>,
-    field: String,
+    fields: Fields,
     batch: usize,
     shared: Mutex<Shared>,
 }
@@ -64,6 +68,8 @@ impl fmt::Debug for Documents {
 struct CodecTokenizer {
     codec: TextCodec,
     end: Option<u32>,
+    /// The template for chats, if the documents are chats.
+    chat: Option<ChatFiles>,
 }
 
 impl Tokenizer for CodecTokenizer {
@@ -73,6 +79,17 @@ impl Tokenizer for CodecTokenizer {
             TextCodec::Tokenizer(tokenizer) => tokenizer
                 .encode(text, false)
                 .map_err(|error| error.to_string()),
+        }
+    }
+
+    fn encode_continuation(&self, text: &str) -> Result<Vec<u32>, String> {
+        // Some tokenizers add a space before a text. None adds one after a line break, which they keep as a token.
+        let whole = self.encode(&format!("{BREAK}{text}"))?;
+        let start = self.encode(BREAK)?;
+        match whole.strip_prefix(&start[..]) {
+            Some(tokens) => Ok(tokens.to_vec()),
+            // The break is in a token with the text, so there is no added space between them.
+            None => self.encode(text),
         }
     }
 
@@ -87,6 +104,16 @@ impl Tokenizer for CodecTokenizer {
         self.end
     }
 
+    fn special_names(&self) -> [String; 2] {
+        let chat = self.chat.as_ref();
+        chat.map(|chat| chat.special_names.clone())
+            .unwrap_or_default()
+    }
+
+    fn chat_template(&self) -> Option<String> {
+        self.chat.as_ref().map(|chat| chat.template.clone())
+    }
+
     fn identity(&self) -> String {
         codec::identity(&self.codec).unwrap_or_else(|| "bytes".to_owned())
     }
@@ -99,7 +126,26 @@ pub(crate) fn are_meant(args: &DataArgs) -> bool {
         return false;
     };
     let is_glob = || path.to_string_lossy().contains(['*', '?', '[']) && !path.exists();
-    args.data_format.is_some() || args.text_field.is_some() || has_extension(path) || is_glob()
+    let names_a_field = [
+        &args.text_field,
+        &args.prompt_field,
+        &args.completion_field,
+        &args.chat_field,
+    ];
+    let has_flag = args.data_format.is_some() || names_a_field.iter().any(|field| field.is_some());
+    has_flag || has_extension(path) || is_glob()
+}
+
+/// Returns the fields of a document.
+fn fields_of(args: &DataArgs) -> Fields {
+    match (&args.prompt_field, &args.completion_field, &args.chat_field) {
+        (Some(prompt), Some(completion), _) => Fields::Completion {
+            prompt: prompt.clone(),
+            completion: completion.clone(),
+        },
+        (_, _, Some(messages)) => Fields::Chat(messages.clone()),
+        _ => Fields::Text(args.text_field.clone().unwrap_or_else(|| "text".to_owned())),
+    }
 }
 
 impl Documents {
@@ -109,25 +155,26 @@ impl Documents {
         codec: TextCodec,
         warnings: Vec<String>,
     ) -> Result<Self, InputError> {
-        let field = args
-            .data
-            .text_field
-            .clone()
-            .unwrap_or_else(|| "text".to_owned());
+        let fields = fields_of(&args.data);
         let mut config = DataConfig::new(path, args.model.seq);
         config.format = args.data.data_format.map(|format| match format {
             DataFormat::Text => Format::Text,
             DataFormat::Jsonl => Format::Jsonl,
             DataFormat::Parquet => Format::Parquet,
         });
-        config.fields = Fields::Text(field.clone());
-        // The models have no mask for padding.
-        config.packing = Packing::FullSequences;
+        config.fields = fields.clone();
+        config.packing = packing_of(&fields);
         config.seed = args.model.seed;
         config.held_out = HELD_OUT;
         let tokenizer = CodecTokenizer {
             codec: codec.clone(),
             end: end_of_text(args)?,
+            chat: match (&fields, &codec) {
+                (Fields::Chat(_), TextCodec::Tokenizer(tokenizer)) => {
+                    Some(ChatFiles::beside(tokenizer.path())?)
+                }
+                _ => None,
+            },
         };
         let dataset = Dataset::open(config, Arc::new(tokenizer))?;
         refuse_own(args, path, &dataset)?;
@@ -157,7 +204,7 @@ impl Documents {
             codec,
             held_out,
             warnings,
-            field,
+            fields,
             batch,
             shared: Mutex::new(shared),
         })
@@ -204,11 +251,39 @@ impl Documents {
             }
         }
         let found = shared.recent.iter().find(|(number, _)| *number == step);
-        let found = found.and_then(|(_, sequences)| sequences.get(rows));
-        let found = found.ok_or_else(|| DataError::Position {
+        let found = found.and_then(|(_, sequences)| Some((sequences, sequences.get(rows)?)));
+        let (all, own) = found.ok_or_else(|| DataError::Position {
             problem: format!("the rows of step {step} are no longer in memory"),
         })?;
-        Ok(rows_of(found))
+        Ok(rows_of(own, self.weight_in(all)))
+    }
+
+    /// Returns the rows of an evaluation. Their weights make the loss a mean over the learned targets of these rows.
+    pub(crate) fn held_out_rows(&self, rows: Range<usize>) -> Rows {
+        // Ranks without a row of their own evaluate another one.
+        let last = self.held_out.len().saturating_sub(rows.len());
+        let start = rows.start.min(last);
+        let found = &self.held_out[start..(start + rows.len()).min(self.held_out.len())];
+        rows_of(found, self.weight_in(found))
+    }
+
+    /// Returns the weight of each learned target, if not all targets are learned. The loss is a mean over the targets of
+    /// equal parts of `sequences`, so this weight makes it the mean over the learned targets of all of them.
+    fn weight_in(&self, sequences: &[Sequence]) -> Option<f32> {
+        if !self.has_weights() {
+            return None;
+        }
+        let (mut all, mut learned) = (0, 0);
+        for sequence in sequences {
+            all += sequence.learned.len();
+            learned += sequence.learned.iter().filter(|learned| **learned).count();
+        }
+        Some((all as f64 / learned.max(1) as f64) as f32)
+    }
+
+    /// Returns true if the targets have weights, because only some are learned.
+    pub(crate) fn has_weights(&self) -> bool {
+        packing_of(&self.fields) != Packing::FullSequences
     }
 
     /// Returns the position after a number of steps.
@@ -218,21 +293,21 @@ impl Documents {
         found.map(|(_, position)| json!(position))
     }
 
-    /// Returns the start of a held-out document for a sample.
+    /// Returns the start of a held-out document for a sample: at most the tokens before the first that is learned.
     pub(crate) fn prompt(&self, len: usize) -> Option<Vec<i64>> {
-        let inputs = &self.held_out.first()?.inputs;
-        Some(
-            inputs
-                .iter()
-                .take(len)
-                .map(|token| i64::from(*token))
-                .collect(),
-        )
+        let first = self.held_out.first()?;
+        let end = if self.has_weights() {
+            1 + first.learned.iter().position(|learned| *learned)?
+        } else {
+            first.inputs.len()
+        };
+        let prompt = first.inputs.iter().take(end.min(len));
+        Some(prompt.map(|token| i64::from(*token)).collect())
     }
 
     /// Identifies the files and the field, but not their paths.
     pub(crate) fn identity(&self) -> String {
-        format!("documents in {}, field {}", self.dataset, self.field)
+        format!("documents in {}, {}", self.dataset, named(&self.fields))
     }
 }
 
@@ -244,6 +319,27 @@ impl fmt::Display for Documents {
             "documents in {}, {percent:.0} % of them held out",
             self.dataset
         )
+    }
+}
+
+/// Returns how documents share sequences. Where only a part of a document is learned, a sequence has one document, so that
+/// an answer depends on its own prompt alone. The rest is padding, which nothing before it attends to.
+fn packing_of(fields: &Fields) -> Packing {
+    match fields {
+        Fields::Text(_) => Packing::FullSequences,
+        _ => Packing::OneDocument,
+    }
+}
+
+/// Returns the fields as text, for the identity of the data in a saved step.
+fn named(fields: &Fields) -> String {
+    match fields {
+        Fields::Text(field) => format!("field {field}"),
+        Fields::Completion { prompt, completion } => {
+            format!("prompts in field {prompt}, completions in field {completion}")
+        }
+        Fields::Chat(field) => format!("chats in field {field}"),
+        other => format!("{other:?}"),
     }
 }
 
@@ -289,7 +385,8 @@ fn end_of_text(args: &TrainArgs) -> Result<Option<u32>, InputError> {
     }
 }
 
-pub(crate) fn rows_of(sequences: &[Sequence]) -> Rows {
+/// Converts sequences. `weight` is the weight of each learned target; if it is `None`, all targets count alike.
+fn rows_of(sequences: &[Sequence], weight: Option<f32>) -> Rows {
     let all = |part: fn(&Sequence) -> &[u32]| -> Vec<i64> {
         sequences
             .iter()
@@ -297,9 +394,18 @@ pub(crate) fn rows_of(sequences: &[Sequence]) -> Rows {
             .map(|token| i64::from(*token))
             .collect()
     };
-    Rows::new(
+    let rows = Rows::new(
         all(|row| &row.inputs),
         all(|row| &row.targets),
         sequences.len(),
+    );
+    let Some(weight) = weight else {
+        return rows;
+    };
+    let learned = sequences.iter().flat_map(|row| &row.learned);
+    rows.weighted(
+        learned
+            .map(|learned| if *learned { weight } else { 0.0 })
+            .collect(),
     )
 }

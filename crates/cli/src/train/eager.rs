@@ -21,7 +21,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
-use crate::train::feed::Feed;
+use crate::train::feed::{Feed, tokens_of};
 use crate::train::optimizer::Optimizer;
 use crate::train::trace::{Phases, Resident, eager_events};
 use crate::train::trainer::Trainer;
@@ -94,7 +94,7 @@ impl<'a, A: Architecture> Eager<'a, A> {
         model: &A::Model,
     ) -> Result<(f32, GradientsParams), RankError> {
         let rows = self.config.micro_rows_of(self.world.rank(), micro);
-        let (inputs, targets) = self.batches.rows(step, rows)?.to_tensors(&self.device);
+        let (inputs, targets) = tokens_of(&self.batches.rows(step, rows)?, &self.device);
         let again = self.config.step.activation_checkpointing;
         let start = Instant::now();
         let loss = catch(|| {
@@ -226,7 +226,9 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
         let model = self.model()?.valid();
-        evaluation::evaluate(self.config, self.world, |inputs, targets| {
+        let device = self.config.device(self.world);
+        evaluation::evaluate(self.config, self.world, |rows| {
+            let (inputs, targets) = tokens_of(rows, &device);
             Ok(catch(|| {
                 model.mean_loss(inputs, targets).into_scalar::<f32>()
             })?)

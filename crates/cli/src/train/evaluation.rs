@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor};
 use burn_fsdp::ProcessGroup;
 use burn_fsdp_models::Rows;
 
@@ -20,14 +19,14 @@ struct Part {
 }
 
 /// Computes the mean loss per token of the held-out text, over at most the configured number of batches. Returns `None`
-/// if there is no held-out text. Each token counts once.
+/// if there is no held-out text. Each learned token counts once. `loss` returns the mean over the learned tokens of rows.
 ///
 /// All ranks evaluate the same number of batches with the same shapes, because every gather needs all of them. The rows
 /// differ.
 pub(crate) fn evaluate(
     config: &TrainConfig,
     world: &ProcessGroup,
-    mut loss: impl FnMut(Tensor<2, Int>, Tensor<2, Int>) -> Result<f32, RankError>,
+    mut loss: impl FnMut(&Rows) -> Result<f32, RankError>,
 ) -> Result<Option<f64>, RankError> {
     let Some(batches) = config.data.held_out(config.batch_shape()) else {
         return Ok(None);
@@ -37,13 +36,11 @@ pub(crate) fn evaluate(
         return Ok(None);
     }
     let most = config.eval_batches.saturating_mul(config.batch);
-    let device = config.device(world);
     let mut own = share::Sum::default();
     let mut add = |rows: &Rows, counts: bool| -> Result<(), RankError> {
-        let (inputs, targets) = rows.to_tensors(&device);
-        let mean = loss(inputs, targets)?;
+        let mean = loss(rows)?;
         if counts {
-            own.add(mean, rows.inputs().len());
+            own.add(mean, rows.num_learned());
         }
         Ok(())
     };

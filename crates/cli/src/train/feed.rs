@@ -2,10 +2,20 @@
 
 use std::ops::Range;
 
-use burn_fsdp_data::{DataError, Sequence};
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_data::DataError;
 use burn_fsdp_models::{Batches, Rows};
 
-use crate::train::documents::{Documents, rows_of};
+use crate::train::documents::Documents;
+
+/// Input tokens `[rows, seq]`, their targets, and the weights of the targets if they have any.
+pub(crate) type Tokens = (Tensor<2, Int>, (Tensor<2, Int>, Option<Tensor<2>>));
+
+/// Converts rows to tensors on a device.
+pub(crate) fn tokens_of(rows: &Rows, device: &Device) -> Tokens {
+    let (inputs, targets) = rows.to_tensors(device);
+    (inputs, (targets, rows.weights_on(device)))
+}
 
 /// Batches for training or evaluation.
 pub(crate) enum Feed<'a> {
@@ -14,7 +24,7 @@ pub(crate) enum Feed<'a> {
     /// The training part of documents.
     Documents(&'a Documents),
     /// The held-out part of documents.
-    HeldOut(&'a [Sequence]),
+    HeldOut(&'a Documents),
 }
 
 impl Feed<'_> {
@@ -23,14 +33,7 @@ impl Feed<'_> {
         match self {
             Self::Tokens(batches) => Ok(batches.rows(step, rows)),
             Self::Documents(documents) => documents.rows(step, rows),
-            Self::HeldOut(sequences) => {
-                // Ranks without a row of their own evaluate another one.
-                let last = sequences.len().saturating_sub(rows.len());
-                let start = rows.start.min(last);
-                Ok(rows_of(
-                    &sequences[start..(start + rows.len()).min(sequences.len())],
-                ))
-            }
+            Self::HeldOut(documents) => Ok(documents.held_out_rows(rows)),
         }
     }
 
@@ -39,7 +42,7 @@ impl Feed<'_> {
         match self {
             Self::Tokens(batches) => batches.num_whole_rows(),
             Self::Documents(_) => None,
-            Self::HeldOut(sequences) => Some(sequences.len()),
+            Self::HeldOut(documents) => Some(documents.held_out.len()),
         }
     }
 

@@ -8,6 +8,7 @@
 //! - `outcome`: the result of one rank. `collector`: passes all results to the process that reports.
 //! - `report` (`utilization`), `summary`, `curve`: the results of all ranks, as JSON, text and a drawing.
 
+mod chat_files;
 mod checks;
 mod collector;
 mod compiled;

@@ -27,6 +27,7 @@ mod kill;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod launchers;
+mod learned;
 mod leftovers;
 mod links;
 mod numbers;
