@@ -266,6 +266,9 @@ pub(crate) enum InputError {
     #[error("--prompt is empty, or has no tokens; give at least one character to continue")]
     EmptyPrompt,
 
+    #[error("--stop is empty; give the text before which the generated text ends")]
+    EmptyStop,
+
     #[error("there is no model to generate with; name a step, or pass --init FOLDER")]
     NoModel,
 

@@ -17,6 +17,7 @@
 mod adapters;
 mod args;
 mod bytes;
+mod choice;
 mod codec;
 mod config_file;
 mod console;

@@ -5,6 +5,7 @@ use burn_fsdp::internals::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
 use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
 
+use crate::choice::Choice;
 use crate::error::RankError;
 use crate::random::Random;
 
@@ -19,9 +20,10 @@ pub(crate) struct Sample<'a> {
     pub(crate) num_tokens: usize,
     /// Tokens that end the text.
     pub(crate) ends: Vec<u32>,
+    /// Texts before which the text ends.
+    pub(crate) stops: Vec<String>,
     pub(crate) seed: u64,
-    /// Divisor of the logits; 0 picks the likeliest token.
-    pub(crate) temperature: f64,
+    pub(crate) choice: Choice,
     /// The device of the model.
     pub(crate) device: Device,
 }
@@ -38,17 +40,37 @@ impl Sample<'_> {
     ) -> Result<Vec<u8>, RankError> {
         let mut random = Random(self.seed);
         let mut cache = KeyValueCache::new();
+        let prompt = tokens.len();
         for _ in 0..self.num_tokens {
             let logits = catch(|| self.next_logits(model, &tokens, &mut cache))?;
-            let choice = choose(&logits, self.temperature, random.next_unit());
+            let choice = self.choice.of(logits, &tokens, random.next_unit());
             match next_token(world, choice, is_stopped())? {
                 NextToken::Is(token) if self.is_end(token) => break,
-                NextToken::Is(token) => tokens.push(token),
+                NextToken::Is(token) => {
+                    tokens.push(token);
+                    if let Some(text) = self.stopped(&tokens, prompt)? {
+                        return Ok(text);
+                    }
+                }
                 NextToken::NoNumbers => return Err(RankError::NoNumbers),
                 NextToken::Stop => break,
             }
         }
         Ok(self.codec.decode(&tokens)?)
+    }
+
+    /// Returns the text before the first of the texts that end it, if one is among the tokens after the prompt.
+    fn stopped(&self, tokens: &[i64], prompt: usize) -> Result<Option<Vec<u8>>, RankError> {
+        if self.stops.is_empty() {
+            return Ok(None);
+        }
+        let text = self.codec.decode(tokens)?;
+        let start = self.codec.decode(&tokens[..prompt])?.len().min(text.len());
+        let found = self.stops.iter().filter_map(|stop| {
+            let mut places = text[start..].windows(stop.len());
+            places.position(|place| place == stop.as_bytes())
+        });
+        Ok(found.min().map(|place| text[..start + place].to_vec()))
     }
 
     fn is_end(&self, token: i64) -> bool {
@@ -79,31 +101,6 @@ impl Sample<'_> {
         let known = logits.slice([0..1, 0..self.codec.num_ids()]);
         known.into_data().iter::<f32>().collect()
     }
-}
-
-/// Samples a token: `position`, from 0 to 1, is a point in the cumulative distribution. A temperature of 0 selects the
-/// likeliest token. Returns `None` if the sum of the weights is not finite, as for a model that has diverged.
-fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
-    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let divisor = if temperature > 0.0 { temperature } else { 1.0 };
-    let weight = |logit: &f32| (f64::from(logit - highest) / divisor).exp();
-    let total: f64 = logits.iter().map(weight).sum();
-    if !total.is_finite() {
-        return None;
-    }
-    if temperature <= 0.0 {
-        let likeliest = logits.iter().position(|logit| *logit == highest);
-        return likeliest.map(|token| token as i64);
-    }
-    let mut left = position * total;
-    for (token, logit) in (0..).zip(logits) {
-        left -= weight(logit);
-        if left < 0.0 {
-            return Some(token);
-        }
-    }
-    // Reached only because of rounding.
-    Some(logits.len() as i64 - 1)
 }
 
 /// The outcome of sampling the next token.
@@ -157,26 +154,6 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_likely_token_is_chosen_almost_always() {
-        let mut logits = vec![0.0; 256];
-        logits[65] = 20.0;
-        let choice = |position| choose(&logits, TEMPERATURE, position);
-        assert!([0.1, 0.5, 0.9].iter().all(|&at| choice(at) == Some(65)));
-        assert_eq!(choice(0.0), Some(0));
-        assert_eq!(choose(&logits, 0.0, 0.0), Some(65));
-    }
-
-    #[test]
-    fn a_diverged_model_gives_no_token() {
-        for temperature in [TEMPERATURE, 0.0] {
-            assert_eq!(choose(&[f32::NAN; 256], temperature, 0.5), None);
-            let mut logits = [0.0; 256];
-            logits[7] = f32::INFINITY;
-            assert_eq!(choose(&logits, temperature, 0.5), None);
-        }
-    }
 
     #[test]
     fn control_characters_do_not_reach_the_terminal() {

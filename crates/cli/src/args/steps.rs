@@ -81,6 +81,28 @@ pub(crate) struct GenerateArgs {
     /// Sampling temperature; 0 always picks the most likely token
     #[arg(long, default_value_t = crate::text::TEMPERATURE, allow_negative_numbers = true)]
     pub(crate) temperature: f64,
+    /// Choose only among this many of the most likely tokens [default: all]
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) top_k: Option<usize>,
+    /// Choose only among the most likely tokens whose probabilities together reach this number
+    #[arg(
+        long,
+        value_name = "PROBABILITY",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
+    pub(crate) top_p: f64,
+    /// Divide the logits of tokens that are already in the text by this number, and multiply negative ones
+    #[arg(
+        long,
+        value_name = "FACTOR",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
+    pub(crate) repetition_penalty: f64,
+    /// End before this text; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
     /// Seed for sampling
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,

@@ -17,6 +17,7 @@ use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
+use crate::choice::Choice;
 use crate::codec::{self, Chosen};
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
@@ -57,13 +58,19 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
 }
 
 /// Warns about settings in the folder that would make transformers choose other tokens.
-fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
-    let rules = ModelConfig::generation_rules(folder)?;
+fn warn_of_rules(folder: &Path, args: &GenerateArgs) -> Result<(), InputError> {
+    let mut rules = ModelConfig::generation_rules(folder)?;
+    // The user chose these.
+    rules.retain(|rule| match *rule {
+        "repetition_penalty" => args.repetition_penalty == 1.0,
+        "stop_strings" => args.stop.is_empty(),
+        _ => true,
+    });
     if !rules.is_empty() {
         let rules = rules.join(", ");
         console::tell(format_args!(
             "warning: the text may differ from the text of transformers, which applies {rules} of \
-             generation_config.json; here only --temperature and --seed choose tokens"
+             generation_config.json; here only flags choose tokens, such as --repetition-penalty and --stop"
         ));
     }
     Ok(())
@@ -76,18 +83,43 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     let zeros = [
         ("--ranks", args.ranks == Some(0)),
         ("--deadline", args.deadline == 0),
+        ("--top-k", args.top_k == Some(0)),
     ];
     if let Some((flag, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
         return Err(InputError::Zero { flag });
     }
-    if args.temperature.is_finite() && args.temperature >= 0.0 {
-        Ok(())
-    } else {
-        Err(InputError::OutOfRange {
-            flag: "--temperature",
-            value: args.temperature,
-            expected: "a number of at least 0",
-        })
+    if args.stop.iter().any(String::is_empty) {
+        return Err(InputError::EmptyStop);
+    }
+    let (temperature, top_p) = (args.temperature, args.top_p);
+    let penalty = args.repetition_penalty;
+    let ranges = [
+        (
+            "--temperature",
+            temperature,
+            temperature.is_finite() && temperature >= 0.0,
+            "a number of at least 0",
+        ),
+        (
+            "--top-p",
+            top_p,
+            top_p > 0.0 && top_p <= 1.0,
+            "a number above 0 and at most 1",
+        ),
+        (
+            "--repetition-penalty",
+            penalty,
+            penalty.is_finite() && penalty > 0.0,
+            "a number above 0",
+        ),
+    ];
+    match ranges.into_iter().find(|(.., is_valid, _)| !is_valid) {
+        None => Ok(()),
+        Some((flag, value, _, expected)) => Err(InputError::OutOfRange {
+            flag,
+            value,
+            expected,
+        }),
     }
 }
 
@@ -129,7 +161,7 @@ impl Job {
         if let Some(folder) = &args.init
             && ranks.have_first()
         {
-            warn_of_rules(folder)?;
+            warn_of_rules(folder, &args)?;
         }
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
@@ -184,7 +216,13 @@ impl Job {
             num_tokens: self.args.tokens,
             ends: self.ends.clone(),
             seed: self.args.seed,
-            temperature: self.args.temperature,
+            stops: self.args.stop.clone(),
+            choice: Choice {
+                repetition_penalty: self.args.repetition_penalty,
+                temperature: self.args.temperature,
+                top_k: self.args.top_k,
+                top_p: self.args.top_p,
+            },
             device: Device::flex(),
         };
         sample.go_on(&model.valid(), self.prompt.clone(), world, || false)

@@ -3,6 +3,7 @@
 use burn_fsdp::ProcessGroup;
 use burn_fsdp_models::LanguageModel;
 
+use crate::choice::Choice;
 use crate::error::RankError;
 use crate::text::{Sample, TEMPERATURE};
 use crate::train::config::TrainConfig;
@@ -35,7 +36,8 @@ pub(crate) fn generate<M: LanguageModel>(
         // The prompt is from the middle of a text, so no token ends the sample.
         ends: Vec::new(),
         seed: config.seed,
-        temperature: TEMPERATURE,
+        stops: Vec::new(),
+        choice: Choice::by_temperature(TEMPERATURE),
         device: config.device(world),
     };
     let is_stopped = || config.is_stopped();

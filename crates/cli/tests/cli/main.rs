@@ -2,6 +2,7 @@
 
 mod arguments;
 mod checkpoints;
+mod choice;
 mod command;
 mod compiled;
 mod config_file;
