@@ -162,6 +162,7 @@ mod pages {
     pages! {
         Readme "README.md",
         GettingStarted "docs/book/src/getting-started.md",
+        Port "docs/book/src/port.md",
         FromPytorch "docs/book/src/from-pytorch.md",
         FromBurnDdp "docs/book/src/from-burn-ddp.md",
         Units "docs/book/src/units.md",

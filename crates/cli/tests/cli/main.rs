@@ -36,6 +36,7 @@ mod old_steps;
 mod operations;
 mod optimizers;
 mod outputs;
+mod pages;
 mod plan;
 #[cfg(feature = "mpi")]
 mod processes;
