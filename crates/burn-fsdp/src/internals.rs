@@ -60,8 +60,8 @@ pub mod checkpoint {
         Limits, LossScale, NewestGood, PartBytes, PartEntry, PlainTensor, Progress, ReadPlan,
         Receipt, Rendezvous, SaveRequest, Saved, Skipped, Snapshot, Source, Staging, Step,
         TensorEntry, TensorKind, TensorSpec, ThreadRendezvous, Ticket, Totals, TrainingState,
-        Verification, WritePlan, consolidate_to_file, consolidate_to_folder, save as save_step,
-        storage, write_shard,
+        Verification, WritePlan, check_outside_steps, consolidate_to_file, consolidate_to_folder,
+        save as save_step, storage, write_shard,
     };
 }
 

@@ -9,7 +9,8 @@ use std::path::Path;
 
 pub use config::{Consolidated, ConsolidationConfig, PlainTensor};
 use output::{split, total_size, wanted};
-use target::{beside, check_outside_steps, discard, is_plain, remove_leftovers};
+pub use target::check_outside_steps;
+use target::{beside, discard, is_plain, remove_leftovers};
 use write::{write_file, write_folder};
 
 use crate::step_around::parent;
@@ -36,7 +37,7 @@ pub fn consolidate_to_file(
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
-    check_outside_steps(storage, step, out)?;
+    check_outside_steps(step, out)?;
     let there = storage.kind(out).map_err(Error::io("look for", out))?;
     let is_replaced = there.is_some();
     match there {
@@ -107,7 +108,7 @@ pub fn consolidate_to_folder(
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
-    check_outside_steps(storage, step, out)?;
+    check_outside_steps(step, out)?;
     if storage.exists(out).map_err(Error::io("look for", out))? {
         let is_empty = storage.list(out).is_ok_and(|entries| entries.is_empty());
         if !(config.replace && is_empty) {

@@ -86,7 +86,8 @@ pub use burn_fsdp_mesh::{Cut, Layout, Mesh, Partition, Placement, Region};
 pub use checkpoints::{Check, Checkpoints, NewestGood, Skipped};
 pub use checksum::Checksums;
 pub use consolidation::{
-    Consolidated, ConsolidationConfig, PlainTensor, consolidate_to_file, consolidate_to_folder,
+    Consolidated, ConsolidationConfig, PlainTensor, check_outside_steps, consolidate_to_file,
+    consolidate_to_folder,
 };
 pub use error::{BoxError, Error};
 pub use folder_name::Ticket;

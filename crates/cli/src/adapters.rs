@@ -9,7 +9,7 @@ use burn_fsdp::internals::compile::BackendIr;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
-use burn_fsdp_models::Architecture;
+use burn_fsdp_models::{Architecture, ModelError, WeightsFile};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -109,14 +109,29 @@ impl Adapters {
         training.sections.insert(SECTION.to_owned(), json!(self));
     }
 
+    /// Describes the adapters of a model whose frozen weights are in a file or folder. Reads all of them, one at a time.
+    pub(crate) fn of_weights<A: Architecture>(
+        sizes: AdapterSizes,
+        weights: &WeightsFile<A>,
+    ) -> Result<Self, ModelError> {
+        let mut sum = 0_u64;
+        for spec in weights.config().parameters() {
+            let elements = 0..spec.shape.iter().product();
+            let values = weights.read(&spec.path, elements.clone())?;
+            let bytes: Vec<u8> = values.into_iter().flat_map(f32::to_ne_bytes).collect();
+            sum = sum.wrapping_add(checksum_of(&spec.path, elements, &bytes));
+        }
+        let base = format!("{sum:016x}");
+        Ok(Self { sizes, base })
+    }
+
     /// Checks that a step's adapters belong to these frozen weights.
-    pub(crate) fn check(&self, saved: &TrainingState) -> Result<(), RankError> {
+    pub(crate) fn check(&self, saved: &TrainingState) -> Result<(), Box<InputError>> {
         match Self::of_step(saved) {
             Some(found) if found.base != self.base => Err(Box::new(InputError::OtherBase {
                 expected: found.base,
                 found: self.base.clone(),
-            })
-            .into()),
+            })),
             _ => Ok(()),
         }
     }

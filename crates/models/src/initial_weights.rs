@@ -1,15 +1,11 @@
 //! Initial weights for training, written without building the whole model.
 
-use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::store::burn_pack::{Error as PackError, Tensor as PackedTensor};
-use burn::store::{ModuleAdapter, ModuleContext};
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Tensor, TensorData};
 
-use crate::saving::{transposed, write};
+use crate::weight_writer::write_weights;
 use crate::{Architecture, ModelError, ParameterSpec, WeightsFile};
 
 /// Writes the initial weights for training as safetensors, with the names and layout of the model's
@@ -40,13 +36,7 @@ pub fn write_initial_weights<A: Architecture>(
         }
         None => drawn(config, seed, &spec.path),
     };
-    let table = config.parameters().into_iter();
-    let adapter = Given {
-        table: Arc::new(table.map(|spec| (spec.path.clone(), spec)).collect()),
-        value: Arc::new(value),
-    };
-    let shapes = config.blank(&Device::flex())?.map(&mut StandIns);
-    write(&shapes, adapter, path)
+    write_weights(config, path, value)
 }
 
 /// Draws the initial values of the parameter at `path`, and of no other.
@@ -72,56 +62,4 @@ fn drawn<A: Architecture>(config: A, seed: u64, path: &str) -> Result<TensorData
         range: 0..0,
         num_elements: None,
     })
-}
-
-/// A mapper that replaces each parameter by a stand-in of the same shape that stores a single element.
-struct StandIns;
-
-impl ModuleMapper for StandIns {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let one = Tensor::<D>::zeros([1; D], &param.lazy_device());
-        Param::initialized(param.id, one.expand(param.lazy_shape()))
-    }
-}
-
-/// A function that returns the value of a parameter.
-type Value = dyn Fn(&ParameterSpec) -> Result<TensorData, ModelError> + Send + Sync;
-
-/// The adapter that provides parameters with their names and dim order in files, and computes their values when they
-/// are written.
-#[derive(Clone)]
-struct Given {
-    /// The parameters by path.
-    table: Arc<BTreeMap<String, ParameterSpec>>,
-    value: Arc<Value>,
-}
-
-impl std::fmt::Debug for Given {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Given").finish_non_exhaustive()
-    }
-}
-
-impl ModuleAdapter for Given {
-    fn adapt(&self, tensor: PackedTensor, _: ModuleContext<'_>) -> PackedTensor {
-        let Some(spec) = self.table.get(&tensor.name).cloned() else {
-            return tensor;
-        };
-        let value = self.value.clone();
-        let (name, shape) = (spec.name.clone(), spec.shape.clone());
-        let num_bytes = shape.iter().product::<usize>() * size_of::<f32>();
-        PackedTensor::deferred(name, DType::F32, shape, None, num_bytes, move || {
-            let data = value(&spec).map_err(|error| PackError::IoError(error.to_string()))?;
-            let data = if spec.is_transposed {
-                transposed(data)
-            } else {
-                data
-            };
-            Ok(Bytes::from_bytes_vec(data.as_bytes().to_vec()))
-        })
-    }
-
-    fn clone_box(&self) -> Box<dyn ModuleAdapter> {
-        Box::new(self.clone())
-    }
 }

@@ -12,7 +12,7 @@
 //! - [`Architecture::parameters`]: the table of a model's parameters, with their names and shapes in the module and in
 //!   files for other programs. [`WeightsFile`] uses it to read safetensors, as a whole or in part. [`Gpt::save`],
 //!   [`Llama::save`] and [`Gpt2::save`] use it to write them. [`write_initial_weights`] writes the initial weights for
-//!   training. [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`] read configurations. Loaded
+//!   training, and [`write_weights`] any values. [`LlamaConfig::from_hugging_face`] and [`Gpt2Config::from_hugging_face`] read configurations. Loaded
 //!   files are not trusted.
 //! - [`fused`]: the operations with handwritten gradients, and their form in graphs.
 //! - [`LanguageModel`] and [`KeyValueCache`]: the common interface of [`Gpt`], [`Llama`] and [`Gpt2`], block by block,
@@ -87,6 +87,7 @@ mod token_text;
 mod tokenizer;
 mod tokens;
 mod weight_folder;
+mod weight_writer;
 mod weights;
 
 pub use architecture::{Architecture, ModelConfig};
@@ -112,4 +113,5 @@ pub use text_reader::Unread;
 pub use token_text::TokenText;
 pub use tokenizer::{TextCodec, Tokenizer};
 pub use tokens::{Batches, Rows, TokenRange, TokenStream};
+pub use weight_writer::write_weights;
 pub use weights::WeightsFile;

@@ -7,12 +7,13 @@ use crate::step_around::{parent, step_around};
 use crate::storage::{EntryKind, Storage};
 use crate::{Error, Step};
 
-/// Rejects an output that would replace a step's file, be inside a step, or have a step's name.
-pub(super) fn check_outside_steps(
-    storage: &dyn Storage,
-    step: &Step,
-    out: &Path,
-) -> Result<(), Error> {
+/// Rejects an output that would replace a file of `step`, be inside any step, or have a step's name.
+///
+/// # Errors
+///
+/// [`Error::InsideStep`].
+pub fn check_outside_steps(step: &Step, out: &Path) -> Result<(), Error> {
+    let storage = &**step.storage();
     let refused = |step: &Path| Error::InsideStep {
         out: out.to_owned(),
         step: step.to_owned(),

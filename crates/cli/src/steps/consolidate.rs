@@ -15,6 +15,7 @@ use crate::args::{ConsolidateArgs, FormatArg, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
 use crate::steps::beside::Beside;
+use crate::steps::merge;
 use crate::steps::open::with_step;
 use crate::steps::peft;
 
@@ -38,7 +39,18 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
         return Err(InputError::FullFolder { path }.into());
     }
     if args.format == FormatArg::HuggingFace {
-        return write_hugging_face(args, step);
+        return match (args.merge, &args.init) {
+            (true, Some(init)) => merge::write(args, step, init),
+            _ => write_hugging_face(args, step),
+        };
+    }
+    if args.merge {
+        return Err(InputError::Excludes {
+            first: "--merge",
+            second: "--format safetensors",
+            reason: "a merged model needs its configuration; pass --format hugging-face",
+        }
+        .into());
     }
     if args.init.is_some() {
         return Err(InputError::Excludes {
@@ -136,7 +148,7 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     Ok(written.map_err(InputError::from)?)
 }
 
-fn text_of(json: &Value) -> Vec<u8> {
+pub(super) fn text_of(json: &Value) -> Vec<u8> {
     format!("{json:#}\n").into_bytes()
 }
 

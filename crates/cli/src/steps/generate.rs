@@ -272,7 +272,7 @@ fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
 }
 
 /// Returns the base model of a step's adapters, from its folder.
-fn adapted_model(
+pub(super) fn adapted_model(
     step: &Step,
     adapters: Option<AdapterSizes>,
     folder: &Path,

@@ -4,5 +4,6 @@ mod beside;
 pub(crate) mod consolidate;
 pub(crate) mod generate;
 pub(crate) mod inspect;
+mod merge;
 mod open;
 mod peft;

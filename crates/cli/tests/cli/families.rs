@@ -217,5 +217,9 @@ fn transformers_reads_trained_models_and_adapters_of_each_family() {
         let ours = losses(&report(&folder, &format!("{run} --steps 6")));
         let theirs = peer_loss(&python, &folder, &format!("{name} {name}-peft"));
         assert_close(&theirs, &ours[1..], &format!("{name} in peft"));
+        let write = format!("consolidate {name}-adapted {name}-merged --format hugging-face");
+        ok(&folder, &format!("{write} --merge --init {name}"));
+        let merged = peer_loss(&python, &folder, &format!("{name}-merged"));
+        assert_close(&theirs, &merged, &format!("{name}, merged"));
     }
 }

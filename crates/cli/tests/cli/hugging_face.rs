@@ -648,6 +648,108 @@ fn copies_tokenizer_and_token_ids(folder: &Folder, whole: &str) {
     }
 }
 
+/// The merged weights equal the base plus the scaled product of the factors in the folder for peft.
+#[test]
+fn adapters_are_merged_into_the_weights() {
+    let folder = folders();
+    folder.write("llama/tokenizer.json", TOKENIZER);
+    for (name, extra) in [("llama", "--lora-alpha 5"), ("gpt2", "--compile --ranks 2")] {
+        let run = format!("--init {name} --lora 2 --synthetic {extra} --steps 4 --lr 0.1");
+        report(&folder, &format!("{run} --checkpoint-dir {name}-steps"));
+        let write = format!("consolidate {name}-steps --format hugging-face --init {name}");
+        ok(&folder, &format!("{write} {name}-peft"));
+        let said = ok(&folder, &format!("{write} {name}-merged --merge"));
+        assert!(said.stdout.contains("tensors"), "{}", said.stdout);
+        let file = format!("{name}-merged/model.safetensors");
+        let config = folder.read(&format!("{name}-peft/adapter_config.json"));
+        let config: Value = serde_json::from_str(&config).expect("JSON");
+        let scale = config["lora_alpha"].as_f64().expect("a number") as f32 / 2.0;
+        let (header, _) = folder.weights(&format!("{name}/model.safetensors"));
+        let header: Value = serde_json::from_str(&header).expect("a header");
+        let mut num_changed = 0;
+        for (tensor, entry) in header.as_object().expect("tensors") {
+            if tensor == "__metadata__" {
+                continue;
+            }
+            let base = folder.tensor(&format!("{name}/model.safetensors"), tensor);
+            let merged = folder.tensor(&file, tensor);
+            let module = tensor.trim_end_matches(".weight");
+            let (peft, _) = folder.weights(&format!("{name}-peft/adapter_model.safetensors"));
+            if !peft.contains(&format!("base_model.model.{module}.lora_A.weight")) {
+                assert_eq!(base, merged, "{tensor}");
+                continue;
+            }
+            let factor = |letter: &str| {
+                let factor = format!("base_model.model.{module}.lora_{letter}.weight");
+                folder.tensor(&format!("{name}-peft/adapter_model.safetensors"), &factor)
+            };
+            // Factors of peft are `[rank, in]` and `[out, rank]`. GPT-2's weights are `[in, out]`, others `[out, in]`.
+            let (a, b) = (factor("A"), factor("B"));
+            let width = entry["shape"][1].as_u64().expect("a width") as usize;
+            let (num_in, is_turned) = (a.len() / 2, name == "gpt2");
+            for (place, (base, merged)) in base.iter().zip(&merged).enumerate() {
+                let (row, column) = (place / width, place % width);
+                let (output, input) = if is_turned {
+                    (column, row)
+                } else {
+                    (row, column)
+                };
+                let product: f32 = (0..2)
+                    .map(|r| a[r * num_in + input] * b[output * 2 + r])
+                    .sum();
+                let want = base + scale * product;
+                assert!(
+                    (want - merged).abs() <= 1e-5 * want.abs().max(1.0),
+                    "{tensor}: {want} {merged}"
+                );
+            }
+            assert_ne!(base, merged, "{tensor}");
+            num_changed += 1;
+        }
+        assert_eq!(num_changed, if name == "llama" { 14 } else { 8 });
+        let prompt = "--prompt the --tokens 6 --temperature 0 --tokenizer bytes";
+        let merged = ok(&folder, &format!("generate --init {name}-merged {prompt}"));
+        let adapted = ok(
+            &folder,
+            &format!("generate {name}-steps --init {name} {prompt}"),
+        );
+        assert_eq!(merged.stdout, adapted.stdout, "{name}");
+    }
+    assert_eq!(folder.read("llama-merged/tokenizer.json"), TOKENIZER);
+    let write = "consolidate llama-steps again --format hugging-face --merge";
+    for (arguments, word) in [
+        (write.to_owned(), "--init"),
+        (
+            format!("{write} --init other"),
+            "belong to weights with checksum",
+        ),
+        (
+            "consolidate llama-steps again --merge --init llama".to_owned(),
+            "--format hugging-face",
+        ),
+        (
+            "consolidate llama-steps llama-merged --format hugging-face --merge --init llama"
+                .to_owned(),
+            "llama-merged already exists",
+        ),
+        (
+            "consolidate llama-steps llama-steps/x --format hugging-face --merge --init llama"
+                .to_owned(),
+            "llama-steps",
+        ),
+    ] {
+        let run = folder.run(&arguments);
+        assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);
+        assert!(run.stderr.contains(word), "{arguments}: {}", run.stderr);
+    }
+    assert!(!folder.path("again").exists());
+    let hidden = folder
+        .names()
+        .into_iter()
+        .filter(|name| name.starts_with('.'));
+    assert_eq!(hidden.count(), 0);
+}
+
 #[test]
 fn text_is_generated_from_steps_and_adapters() {
     let folder = folders();
