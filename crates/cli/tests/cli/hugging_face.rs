@@ -733,7 +733,7 @@ fn adapters_are_merged_into_the_weights() {
             "llama-merged already exists",
         ),
         (
-            "consolidate llama-steps llama-steps/x --format hugging-face --merge --init llama"
+            "consolidate llama-steps llama-steps/step-000004/x --format hugging-face --merge --init llama"
                 .to_owned(),
             "llama-steps",
         ),
