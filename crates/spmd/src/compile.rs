@@ -252,6 +252,11 @@ where
     let optimizers = optimizer.into();
     ties::check(&named, &optimizers, &options.precision)?;
     let scalars = host_side(optimizers, named.iter().map(|(id, spec)| (*id, spec)))?;
+    let formats = named.iter().filter_map(|(_, spec)| {
+        let format = scalars.slots(&spec.path).first()?.format?;
+        Some((spec.path.clone(), format))
+    });
+    mode.keep_states(formats.collect());
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()

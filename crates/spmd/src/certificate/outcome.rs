@@ -158,8 +158,21 @@ fn whole(
     (path, into): (&str, &Value),
     parts: Vec<Tensor>,
 ) -> Result<Vec<Tensor>, Fault> {
+    // A rounded state holds its elements first, and the rest depends on the cuts.
+    let len = graph.parameter(path).and_then(|parameter| {
+        let is_like = !parameter.whole_states.contains(&into.id);
+        let is_rounded = matches!(into.role, Role::State { .. }) && is_like;
+        parameter
+            .state_format
+            .filter(|_| is_rounded)
+            .map(|_| parameter.num_elements())
+    });
+    let own = |of: Tensor| match len {
+        Some(len) if len < of.len() => Tensor::new([len], of.elements[..len].to_vec()),
+        _ => of,
+    };
     let Some((layout, shape)) = part_of(graph, path, into) else {
-        return Ok(parts);
+        return Ok(parts.into_iter().map(own).collect());
     };
     let whole = joined(machine, (shape, layout), &parts);
     let whole = whole.map_err(|(rank, reason)| Fault {
@@ -167,7 +180,7 @@ fn whole(
         rank,
         reason: format!("{}: {reason}", into.role),
     })?;
-    Ok(vec![whole; parts.len()])
+    Ok(vec![own(whole); parts.len()])
 }
 
 /// Joins the parts of all ranks into the whole tensor. Ranks that hold the same elements must agree on them.

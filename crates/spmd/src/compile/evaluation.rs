@@ -126,6 +126,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
                 let before = traced.clone();
                 traced.order_parameters(specs.iter().map(|spec| &spec.path));
                 check_module(&traced, specs)?;
+                mode.declare_states(&mut traced);
                 let graph = operations.describe(traced.clone())?;
                 mode.decide(&graph)?;
                 Entry {

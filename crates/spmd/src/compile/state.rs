@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
-use burn_fsdp_mesh::{Layout, Mesh};
+use burn_fsdp_mesh::{Layout, Mesh, Region};
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
 
@@ -16,6 +16,7 @@ use super::restored::{Restored, divided, state_of};
 use super::step::CompiledStep;
 use crate::error::Error;
 use crate::graph::{Graph, Parameter, Role};
+use crate::low_bit;
 use crate::parts::Divided;
 use crate::trace::{Batch, ParameterSpec};
 
@@ -121,8 +122,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let mut states = Vec::new();
         for (id, slot) in self.slots(&parameter) {
             if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
-                let local = self.executor.get(id)?;
-                let place = state_of(&graph, path, &slot)?;
+                let place = state_of(&graph, path, self.scalars.slots(path), &slot)?;
+                let local = self.held_state(&place)?;
                 states.push((slot, self.whole(&place, &local)?));
             }
         }
@@ -189,7 +190,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch of shape or type.
     fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
         let places = self.restored.iter().map(|((path, slot), data)| {
-            let place = state_of(graph, path, slot)?;
+            let place = state_of(graph, path, self.scalars.slots(path), slot)?;
             if !self.scalars.has_tensor(path, slot) {
                 let what =
                     format!("the number of steps for state {path} {slot} (resume, resume_with)");
@@ -204,12 +205,42 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Moves the restored states into these values of the graph. All ranks must call it if the graph divides them
     /// differently.
     fn restore(&mut self, places: &[Parameter]) -> Result<(), Error> {
-        let restored = std::mem::take(&mut self.restored).into_values();
-        for (place, data) in places.iter().zip(restored) {
-            let local = data.into_local(place, self.mode.ranks())?;
+        let restored = std::mem::take(&mut self.restored).into_iter();
+        for (place, ((_, slot), data)) in places.iter().zip(restored) {
+            let mut local = data.into_local(place, self.mode.ranks())?;
+            if let Some(format) = place.state_format {
+                let start = self.start_of(place)?;
+                local = low_bit::stored(&local, format, &slot, start);
+            }
             self.executor.set(place.value, local);
         }
         Ok(())
+    }
+
+    /// Returns the flat index of this rank's first element of a state.
+    fn start_of(&self, place: &Parameter) -> Result<usize, Error> {
+        let (mesh, rank) = (self.mesh()?, self.rank());
+        if place.layout.is_whole() {
+            return Ok(0);
+        }
+        Ok(match place.layout.region(&place.shape, &mesh, rank)? {
+            Region::Flat(range) => range.start,
+            Region::Box { .. } => 0,
+        })
+    }
+
+    /// Returns this rank's padded part of an optimizer state, in the type in which the optimizer computes.
+    fn held_state(&mut self, place: &Parameter) -> Result<TensorData, Error> {
+        let local = self.executor.get(place.value)?;
+        let Some(format) = place.state_format else {
+            return Ok(local);
+        };
+        let shape = match divided(place, self.mode.ranks()).partition()? {
+            _ if local.num_elements() == 0 => vec![0],
+            Some(partition) if place.layout.owner.is_none() => vec![partition.chunk_len()],
+            _ => place.shape.clone(),
+        };
+        Ok(low_bit::loaded(&local, format, &shape))
     }
 
     fn whole(&self, parameter: &Parameter, local: &TensorData) -> Result<TensorData, Error> {
@@ -319,8 +350,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             let (parameter, _) = self.located(path)?;
             for (id, slot) in self.slots(&parameter) {
                 if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
-                    let local = self.executor.get(id)?;
                     let (shape, layout) = self.state_place(path, &slot)?;
+                    let place = Parameter {
+                        value: id,
+                        shape: shape.clone(),
+                        layout: layout.clone(),
+                        ..parameter.clone()
+                    };
+                    let local = self.held_state(&place)?;
                     states.insert(slot, self.divided(&shape, &layout).unpadded(local)?);
                 }
             }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
-use burn_fsdp_mesh::{Layout, Placement};
+use burn_fsdp_mesh::{Cut, Layout, Placement};
+use burn_fsdp_tensors::StateFormat;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 /// A tensor that a node reads or writes.
@@ -140,6 +141,8 @@ pub struct Parameter {
     /// The states whose shape differs from the parameter's. They are whole on each rank, even if a shard of the
     /// parameter has their shape.
     pub whole_states: Vec<TensorId>,
+    /// The format in which the states are kept between steps, as bytes; `None` if it is the optimizer's own.
+    pub state_format: Option<StateFormat>,
     /// True for a buffer, which is never sharded.
     pub is_buffer: bool,
 }
@@ -148,6 +151,19 @@ impl Parameter {
     /// Returns the number of elements of the whole parameter.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Returns where shards may begin: between blocks of elements if states have a scale for each block.
+    pub(crate) fn cut(&self) -> Cut {
+        cut_of(self.state_format)
+    }
+}
+
+/// Returns where the shards of a parameter may begin whose states have this format.
+pub(crate) fn cut_of(state_format: Option<StateFormat>) -> Cut {
+    match state_format {
+        Some(StateFormat::Block8) => Cut::Multiples(StateFormat::BLOCK),
+        None | Some(StateFormat::Bf16) => Cut::Elements,
     }
 }
 

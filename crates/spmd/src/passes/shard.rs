@@ -16,8 +16,10 @@ use super::replicate::{Replicate, mesh_of};
 use crate::Precision;
 use crate::error::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
+    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
+    Stage, rename,
 };
+use crate::low_bit::StateOperation;
 use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
@@ -150,8 +152,9 @@ impl Insertion<'_> {
             if holding.is_owned() {
                 parameter.whole_states.clear();
             } else {
-                for id in states.into_iter().chain([value]) {
-                    self.set_shape(id, holding.local_shape());
+                self.set_shape(value, holding.local_shape());
+                for id in states {
+                    self.set_shape(id, holding.state_shape());
                 }
             }
             sharded.insert(value, holding);
@@ -161,7 +164,7 @@ impl Insertion<'_> {
         let (mut scheduled, nodes) = self.cast_shards(nodes, &mut sharded);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
-                self.flatten(&node, &by_path)?;
+                self.flatten(&mut node, &by_path)?;
                 scheduled.push(node);
                 continue;
             }
@@ -278,16 +281,36 @@ impl Insertion<'_> {
     }
 
     /// Sets the shape of an optimizer operation's results to the shard's.
-    fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
+    fn flatten(
+        &mut self,
+        node: &mut Node,
+        by_path: &BTreeMap<Arc<str>, Holding>,
+    ) -> Result<(), Error> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
         };
         // The operation still has the traced shapes.
         of.check_step(node)?;
-        if !of.is_owned() {
-            for output in node.outputs() {
-                self.set_shape(output, of.local_shape());
-            }
+        if of.is_owned() {
+            return Ok(());
+        }
+        let is_rounded = matches!(
+            StateOperation::of(&node.operation),
+            Some(StateOperation::Round(_))
+        );
+        let shape = if is_rounded {
+            // A rank's draws follow from the positions of its elements in the whole state.
+            node.shift = Some(AxisShift {
+                axis: self.pass.axis.clone(),
+                dim: 0,
+                len: of.partition.chunk_len(),
+            });
+            of.state_shape()
+        } else {
+            of.local_shape()
+        };
+        for output in node.outputs() {
+            self.set_shape(output, shape.clone());
         }
         Ok(())
     }
