@@ -6,6 +6,7 @@ mod draws;
 mod dumps;
 mod owners;
 mod owning;
+mod pass_states;
 mod pipelines;
 mod proofs;
 mod states;
@@ -417,9 +418,10 @@ impl Mode {
         self.division = Division::Least(None);
     }
 
-    /// Checks the options against a traced step, assigns owners, numbers the random draws if the mode has a seed, and
+    /// Checks the options against a traced step, declares the states of passes, assigns owners, numbers the random draws if the mode has a seed, and
     /// decides the placements that are left open.
-    pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
+    pub(crate) fn prepare(&mut self, mut graph: Graph) -> Result<Graph, Error> {
+        self.declare_pass_states(&mut graph)?;
         let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
         let parameters: Vec<_> = parameters.collect();
         let shapes = parameters.iter().map(|of| (&of.path, of.shape.as_slice()));

@@ -267,10 +267,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         if evaluation.of_step.replace(number) != Some(number) {
             evaluation.kept.clear();
         }
+        // An evaluation has no states of passes, which come last.
+        let num_own = self.specs.len() - self.mode.pass_states().len();
         let made = evaluation.of(
             batch,
             &mut self.mode,
-            &self.specs,
+            &self.specs[..num_own],
             self.executor.operations(),
         )?;
         if let Some(current) = &self.current {

@@ -42,6 +42,7 @@ mod node;
 mod operation;
 mod order;
 mod owned;
+mod pass_states;
 mod print;
 mod shift;
 mod sizes;

@@ -41,6 +41,9 @@ pub enum Role {
     /// A value of the previous step, for nodes that were moved to this step, or a sum over earlier micro-batches. The
     /// string is a parameter's path for its gradient, or `%` and a number for any other value. Given.
     Pending(Arc<str>),
+    /// A tensor that a user's pass keeps from step to step, equal on all ranks. Given, see
+    /// [`PassState`](crate::passes::PassState).
+    PassState(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
     /// The complete gradient of a parameter: the value that the optimizer reads.
@@ -62,6 +65,7 @@ impl Role {
             | Self::Buffer(path)
             | Self::Gradient(path)
             | Self::Pending(path)
+            | Self::PassState(path)
             | Self::State { path, .. } => Some(path),
             Self::Input(_) | Self::Constant | Self::Temporary => None,
         }
@@ -83,6 +87,7 @@ impl fmt::Display for Role {
                     write!(f, "pending gradient {path}")
                 }
             }
+            Self::PassState(path) => write!(f, "state {path} of a pass"),
             Self::Constant => f.write_str("constant"),
             Self::Gradient(path) => write!(f, "gradient {path}"),
             Self::Temporary => f.write_str("temporary"),

@@ -1,18 +1,22 @@
 //! Optimizer states that are kept in fewer bits.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-
 use burn_fsdp_tensors::StateFormat;
 
 use super::Mode;
 use crate::error::Error;
 use crate::graph::{Graph, Parameter};
+use crate::trace::ParameterSpec;
 
 impl Mode {
     /// Sets the parameters whose optimizer states are kept in fewer bits.
-    pub(crate) fn keep_states(&mut self, states: BTreeMap<Arc<str>, StateFormat>) {
-        self.names.states = states;
+    pub(crate) fn keep_states(
+        &mut self,
+        specs: &[ParameterSpec],
+        format: impl Fn(&str) -> Option<StateFormat>,
+    ) {
+        let states = specs.iter();
+        let states = states.filter_map(|spec| Some((spec.path.clone(), format(&spec.path)?)));
+        self.names.states = states.collect();
     }
 
     /// Declares the formats of states in a graph without an optimizer, so it divides parameters as the step does.
