@@ -65,7 +65,7 @@ impl Outcome {
             };
             let what = into.role.to_string();
             match &into.role {
-                Role::Buffer(_) => {
+                Role::Buffer(_) | Role::PassState(_) => {
                     outcome.seen.insert(what, all(update.from)?);
                 }
                 Role::Parameter(path) | Role::State { path, .. } => {
@@ -159,16 +159,16 @@ fn whole(
     parts: Vec<Tensor>,
 ) -> Result<Vec<Tensor>, Fault> {
     // A rounded state holds its elements first, and the rest depends on the cuts.
-    let len = graph.parameter(path).and_then(|parameter| {
-        let is_like = !parameter.whole_states.contains(&into.id);
-        let is_rounded = matches!(into.role, Role::State { .. }) && is_like;
-        parameter
-            .state_format
-            .filter(|_| is_rounded)
-            .map(|_| parameter.num_elements())
+    let is_state = matches!(into.role, Role::State { .. });
+    let parameter = graph.parameter(path).filter(|parameter| {
+        let is_rounded = is_state && parameter.state_format.is_some();
+        is_rounded && !parameter.whole_states.contains(&into.id)
     });
-    let own = |of: Tensor| match len {
-        Some(len) if len < of.len() => Tensor::new([len], of.elements[..len].to_vec()),
+    let own = |of: Tensor| match parameter {
+        Some(parameter) if of.len() >= parameter.num_elements() => {
+            let elements = of.elements[..parameter.num_elements()].to_vec();
+            Tensor::new(parameter.shape.clone(), elements)
+        }
         _ => of,
     };
     let Some((layout, shape)) = part_of(graph, path, into) else {
