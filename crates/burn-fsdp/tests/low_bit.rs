@@ -15,7 +15,6 @@ use burn::optim::{
     StateSink, StateSource, momentum::MomentumConfig,
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_fsdp::compile::{Mode, compile};
 use burn_fsdp::internals::optim::check_same_optimizer;
 use burn_fsdp::internals::state::{LocalPart, full_state, local_ids, local_state};
 use burn_fsdp::optim::{LowBitOptimizer, StateFormat, check_elementwise};
@@ -469,27 +468,6 @@ fn states_of_other_types_are_refused() {
     });
     let message = refused.err().expect("of 16 bits").to_string();
     assert!(message.contains("BF16"), "{message}");
-}
-
-#[test]
-fn compiled_steps_reject_low_bit_optimizers() {
-    let _alone = alone();
-    let refused = on_ranks(1, |world| {
-        let mode = Mode::data_parallel(world, burn_fsdp::Strategy::FullShard);
-        let step = compile(
-            |device: &Device| Net::new(device),
-            |model: &Net, x: Tensor<2>| model.first.forward(x).mean(),
-            LowBitOptimizer::new(adamw(), StateFormat::Bf16),
-            mode,
-        );
-        let mut step = match step {
-            Err(error) => return Ok(error.to_string()),
-            Ok(step) => step,
-        };
-        let x = Tensor::<2>::ones([2, 9], &Device::flex());
-        Ok(step.step(1e-2, &x).expect_err("refused").to_string())
-    });
-    assert!(refused[0].contains("LowBitOptimizer"), "{}", refused[0]);
 }
 
 /// Half and a quarter of AdamW's states in 32 bits.

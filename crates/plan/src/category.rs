@@ -125,7 +125,9 @@ pub(crate) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
         let category = match &value.role {
             Role::Parameter(_) => Some(Category::Parameters),
             Role::State { .. } => Some(Category::OptimizerState),
-            Role::Buffer(_) | Role::Input(_) | Role::Constant => Some(Category::Buffers),
+            Role::Buffer(_) | Role::PassState(_) | Role::Input(_) | Role::Constant => {
+                Some(Category::Buffers)
+            }
             Role::Gradient(_) | Role::Pending(_) => Some(Category::Gradients),
             Role::Temporary => None,
         };

@@ -92,7 +92,7 @@ mod wrapper;
 
 pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
-pub use burn_fsdp_tensors::{Staged, Transfers};
+pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};
 pub use copies::UnitState;
 pub use error::Error;
 pub use evaluate::evaluate;
@@ -121,7 +121,7 @@ pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
     units_of_params,
 };
-pub use optim::low_bit::{LowBitOptimizer, LowBitState, StateFormat};
+pub use optim::low_bit::{LowBitOptimizer, LowBitState};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;

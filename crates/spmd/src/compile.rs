@@ -1,6 +1,7 @@
 //! Compilation of closures into a step that runs.
 
 mod agree;
+mod begin;
 mod cache;
 mod evaluation;
 mod idle;
@@ -252,11 +253,13 @@ where
     let optimizers = optimizer.into();
     ties::check(&named, &optimizers, &options.precision)?;
     let scalars = host_side(optimizers, named.iter().map(|(id, spec)| (*id, spec)))?;
+    mode.keep_states(&specs, |path| scalars.format(path));
     let [own, added] = [own, added].map(|named| {
         let specs = named.into_iter().map(|(_, spec)| spec);
         specs.collect::<Vec<_>>()
     });
     let initial = initial_values((&init, read), &over, [&own, &added], &mode, device)?;
+    let (initial, states) = with_pass_states(initial, &specs, &mode)?;
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
     let templates = Arc::new(Mutex::new(Vec::new()));
@@ -278,7 +281,7 @@ where
     Ok(CompiledStep::new(
         (Box::new(tracer), templates),
         mode,
-        specs,
+        specs.into_iter().chain(states).collect(),
         scalars,
         executor,
         initial,
@@ -315,6 +318,20 @@ fn initial_values<M: Module, V: Override<M>, E: From<Error>>(
     let none = |_: &ShardSpec<'_>| Ok::<_, E>(None);
     let of_added = InitialValues::new((replaced, none), added, &layout, ranks, device)?;
     Ok(initial.and(of_added))
+}
+
+/// Adds the states of the user's passes to the initial values, and returns their specs. All ranks must call it.
+fn with_pass_states(
+    initial: InitialValues,
+    own: &[ParameterSpec],
+    mode: &Mode,
+) -> Result<(InitialValues, Vec<ParameterSpec>), Error> {
+    let specs = mode.pass_state_specs();
+    overrides::check_pass_states(own, &specs)?;
+    let values = mode.pass_states().into_iter().map(|state| state.initial);
+    let values = specs.iter().cloned().zip(values);
+    let states = InitialValues::of_rank_0(values, mode.ranks())?;
+    Ok((initial.and(states), specs))
 }
 
 /// Creates the host side of the optimizers for a module's parameters, before the first step.

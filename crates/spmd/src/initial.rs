@@ -93,6 +93,26 @@ impl InitialValues {
         }
     }
 
+    /// Returns rank 0's values of these tensors, which all ranks hold whole. All ranks must call it.
+    pub(crate) fn of_rank_0(
+        values: impl IntoIterator<Item = (ParameterSpec, TensorData)>,
+        ranks: &Ranks,
+    ) -> Result<Self, Error> {
+        let layout = Layout::replicated(&ranks.mesh()?);
+        let values = values.into_iter().map(|(spec, data)| {
+            let divided = Divided {
+                shape: &spec.shape,
+                layout: &layout,
+                ranks,
+            };
+            let data = sent(&spec, &divided, (ranks.rank() == 0).then_some(data))?;
+            let (path, layout) = (spec.path.clone(), layout.clone());
+            Ok((path, Held { spec, layout, data }))
+        });
+        let values = values.collect::<Result<_, Error>>()?;
+        Ok(Self { values })
+    }
+
     /// Returns these values combined with others.
     pub(crate) fn and(mut self, others: Self) -> Self {
         self.values.extend(others.values);

@@ -69,6 +69,7 @@ pub mod graph;
 mod initial;
 mod kernels;
 mod lazy_lora;
+mod low_bit;
 mod lower;
 mod mode;
 #[cfg(test)]

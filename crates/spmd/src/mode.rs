@@ -6,21 +6,23 @@ mod draws;
 mod dumps;
 mod owners;
 mod owning;
+mod pass_states;
 mod pipelines;
 mod proofs;
+mod states;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Layout, Pattern, Strategy};
-use burn_fsdp_tensors::can_reduce;
+use burn_fsdp_tensors::{StateFormat, can_reduce};
 
 use crate::Precision;
 use crate::dump::GraphDump;
 use crate::error::{Error, MoveError, ScaleError};
-use crate::graph::{Graph, Role};
+use crate::graph::{Graph, Role, cut_of};
 use crate::passes::schedule;
 use crate::passes::{IterationMove, Replicate};
 use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
@@ -59,6 +61,8 @@ struct Names {
     shared: Vec<Pattern>,
     /// The parameters that one rank holds whole.
     owners: Owners,
+    /// The parameters whose optimizer states are kept in fewer bits; empty until the optimizers are known.
+    states: BTreeMap<Arc<str>, StateFormat>,
 }
 
 /// The user's passes.
@@ -300,7 +304,8 @@ impl Mode {
     /// Returns the layout of a parameter or buffer before there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
         let (mesh, owners) = (self.ranks.mesh()?, &self.names.owners);
-        self.division.initial_layout(&mesh, spec, owners)
+        let cut = cut_of(self.names.states.get(&spec.path).copied());
+        self.division.initial_layout(&mesh, spec, (owners, cut))
     }
 
     /// Rejects patterns that match no parameter or input.
@@ -413,13 +418,15 @@ impl Mode {
         self.division = Division::Least(None);
     }
 
-    /// Checks the options against a traced step, assigns owners, numbers the random draws if the mode has a seed, and
+    /// Checks the options against a traced step, declares the states of passes, assigns owners, numbers the random draws if the mode has a seed, and
     /// decides the placements that are left open.
-    pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
+    pub(crate) fn prepare(&mut self, mut graph: Graph) -> Result<Graph, Error> {
+        self.declare_pass_states(&mut graph)?;
         let parameters = graph.parameters().iter().filter(|of| !of.is_buffer);
         let parameters: Vec<_> = parameters.collect();
         let shapes = parameters.iter().map(|of| (&of.path, of.shape.as_slice()));
         self.assign_owners(shapes)?;
+        self.check_states(&parameters)?;
         let parameters: Vec<_> = parameters.iter().map(|of| (&*of.path, of.dtype)).collect();
         self.check_precision(&parameters)?;
         if self.options.loss_scaling.is_some() && !takes_loss_factor(&graph) {

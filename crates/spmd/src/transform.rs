@@ -2,9 +2,29 @@
 
 use std::fmt;
 
+use burn::tensor::TensorData;
+
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
+
+/// A tensor that a user's pass keeps from step to step, such as a moving average of the loss.
+///
+/// The ranks hold equal copies. It begins with rank 0's `initial`. In the graph it is an entry of
+/// [`Graph::parameters`](crate::graph::Graph::parameters) that is a buffer; an [`Update`](crate::graph::Update) replaces
+/// it after a step. The new value must be the same on all ranks, as the loss is. Any other value is an
+/// [`Error::InvalidGraph`].
+///
+/// [`CompiledStep::parameter`](crate::CompiledStep::parameter) reads it, `set_parameter` sets it, and checkpoints
+/// contain it, all under its path. In a step of several micro-batches, each micro-batch updates it, also if the optimizer
+/// then skips the step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PassState {
+    /// Path of the tensor, which must differ from the paths of the model's tensors.
+    pub path: String,
+    /// The value before the first step.
+    pub initial: TensorData,
+}
 
 /// A transformation of a graph.
 ///
@@ -52,6 +72,12 @@ pub trait GraphTransform: fmt::Debug + Send + Sync {
     fn acts_on(&self, _graph: &Graph) -> bool {
         true
     }
+
+    /// Adds the states that the pass keeps from step to step. `states` has those of the mode's earlier passes, which may
+    /// also be removed. The default adds none.
+    ///
+    /// All ranks must add states of the same paths, shapes and types. The graph of an evaluation has no states.
+    fn states(&self, _states: &mut Vec<PassState>) {}
 
     /// Transforms the graph.
     ///

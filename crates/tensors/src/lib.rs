@@ -9,6 +9,7 @@
 //! | `element` | the only mapping of element types between Burn, collectives and files |
 //! | `lend` | tensors to bytes |
 //! | `take` | bytes to tensors |
+//! | `low_bit` | optimizer states in 16 or 8 bits |
 //! | `host` | tells which tensors are in the host's memory |
 //! | `staging` | copies to and from other memory, counted |
 
@@ -17,11 +18,13 @@
 mod element;
 mod host;
 mod lend;
+mod low_bit;
 mod staging;
 mod take;
 
 pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
 pub use lend::{data_source, first_bytes, read, source};
+pub use low_bit::{LowBits, Rounding, StateFormat};
 pub use staging::{Staged, Staging, Transfers};
 pub use take::{data, owned, tensor};

@@ -73,9 +73,11 @@ fn extras(engines: Engines) -> BoxedStrategy<(Option<StateFormat>, Rates)> {
     let formats = select(&[StateFormat::Bf16, StateFormat::Block8][..]);
     match engines {
         Engines::Placed => Just((None, Rates::One)).boxed(),
-        Engines::Eager => (prop::option::weighted(0.3, formats), rates()).boxed(),
-        // Compiled steps refuse states in fewer bits.
-        Engines::Compiled | Engines::All => (Just(None), rates()).boxed(),
+        Engines::Eager | Engines::Compiled => {
+            (prop::option::weighted(0.3, formats), rates()).boxed()
+        }
+        // Placements refuse states in fewer bits.
+        Engines::All => (Just(None), rates()).boxed(),
     }
 }
 

@@ -45,7 +45,9 @@ impl CompiledRun {
             Engine::Compiled(compiled) => compiled.recomputes_regions,
             _ => false,
         };
-        let mut step = case.optimizer.compile(&case.plan, mode, has_regions)?;
+        let mut step = case
+            .optimizer
+            .compile(&case.plan, mode, (has_regions, case.states))?;
         if start > 0 {
             restore_compiled(&mut step, &checkpoints.open(start as u64)?)?;
         }

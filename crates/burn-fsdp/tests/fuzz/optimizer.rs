@@ -134,11 +134,7 @@ impl Optimizer {
 
     /// Returns the optimizer, with its states in a format, if one is given.
     pub(crate) fn init(self, plan: &Plan, format: Option<StateFormat>) -> ModuleOptimizer {
-        let in_few_bits = format.and_then(|format| self.in_few_bits(plan, format));
-        if let Some(optimizer) = in_few_bits {
-            return optimizer;
-        }
-        let optimizer = ModuleOptimizer::from(self.groups(plan));
+        let optimizer = ModuleOptimizer::from(self.groups(plan, format));
         match self {
             Self::Clipped => optimizer.with_grad_clipping(GradientClipping::Norm(1e-2)),
             _ => optimizer,
@@ -150,7 +146,7 @@ impl Optimizer {
         self,
         plan: &Plan,
         mode: Mode,
-        has_regions: bool,
+        (has_regions, format): (bool, Option<StateFormat>),
     ) -> Result<CompiledStep<Batch>, Error> {
         let (built, run) = (plan.clone(), plan.clone());
         let step = compile(
@@ -162,7 +158,7 @@ impl Optimizer {
                     run.loss(net, batch, || {})
                 }
             },
-            self.groups(plan),
+            self.groups(plan, format),
             mode,
         );
         Ok(step?)
@@ -185,8 +181,8 @@ impl Optimizer {
         )
     }
 
-    fn in_few_bits(self, plan: &Plan, format: StateFormat) -> Option<ModuleOptimizer> {
-        fn low<O: BurnOptimizer + 'static>(optimizer: O, format: StateFormat) -> ModuleOptimizer {
+    fn in_few_bits(self, plan: &Plan, format: StateFormat) -> Option<OptimizerGroups> {
+        fn low<O: BurnOptimizer + 'static>(optimizer: O, format: StateFormat) -> OptimizerGroups {
             LowBitOptimizer::new(optimizer, format).into()
         }
         Some(match self {
@@ -204,7 +200,6 @@ impl Optimizer {
                     groups.with_group(
                         ParamGroup::from_predicate("layers"),
                         Self::momentum().build(),
-                        None,
                     )
                 } else {
                     groups
@@ -214,7 +209,10 @@ impl Optimizer {
         })
     }
 
-    fn groups(self, plan: &Plan) -> OptimizerGroups {
+    fn groups(self, plan: &Plan, format: Option<StateFormat>) -> OptimizerGroups {
+        if let Some(groups) = format.and_then(|format| self.in_few_bits(plan, format)) {
+            return groups;
+        }
         match self {
             Self::Sgd => SgdConfig::new().build().into(),
             Self::Momentum => Self::momentum().build().into(),

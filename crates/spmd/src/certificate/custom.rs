@@ -1,14 +1,16 @@
-//! Custom operations: kernels in their composed form, and the norms of gradient clipping.
+//! Custom operations: kernels in their composed form, the norms of gradient clipping, and rounded optimizer states.
 
 use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_tensors::StateFormat;
 use burn_ir::CustomOpIr;
 
 use super::call::{Call, Known};
 use super::composed::{KernelCall, Logarithms};
-use super::field::{Element, add, function, mul};
+use super::field::{Element, add, function, mul, of_integer};
 use super::pointwise::abs;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
+use crate::low_bit::{RoundCall, StateOperation};
 use crate::norm::{COEFFICIENTS, LOCAL_NORM};
 
 impl Logarithms<Element> for Known {
@@ -29,6 +31,9 @@ impl Call<'_> {
             COEFFICIENTS => return self.coefficients(call),
             _ => {}
         }
+        if let Some(operation) = StateOperation::named(&call.id) {
+            return self.state(operation, call);
+        }
         let Some(kernel) = FusedOperation::named(&call.id) else {
             return self.opaque();
         };
@@ -44,6 +49,36 @@ impl Call<'_> {
             Some(results) => Ok(results),
             None => self.opaque(),
         }
+    }
+
+    /// Rounds or widens an optimizer state. A rounded state holds its elements first. Each is an uninterpreted function of
+    /// the numbers on which it depends, and padding is zero.
+    fn state(&self, operation: StateOperation, call: &CustomOpIr) -> Result<Vec<Tensor>, String> {
+        let (Some(input), Some(output)) = (call.inputs.first(), call.outputs.first()) else {
+            return Err("it has no state".to_owned());
+        };
+        let (given, shape) = (self.get(input)?, output.shape.as_slice());
+        let StateOperation::Round(format) = operation else {
+            return Ok(vec![Tensor::from_fn(shape, |at| given.elements[at])]);
+        };
+        let RoundCall { len, start, .. } = RoundCall::of(call)?;
+        let seed = self.scalar(0)?.element(Kind::Int);
+        let own = given.len().min(len.saturating_sub(start));
+        let block = match format {
+            StateFormat::Bf16 => 1,
+            StateFormat::Block8 => StateFormat::BLOCK,
+        };
+        let values = &given.elements[..own];
+        let blocks = values.chunks(block).map(|values| function("block", values));
+        let blocks: Vec<Element> = blocks.collect();
+        let rounded = Tensor::from_fn(shape, |at| match values.get(at) {
+            Some(value) => {
+                let place = of_integer((start + at) as i64);
+                function("rounded", &[seed, place, *value, blocks[at / block]])
+            }
+            None => 0,
+        });
+        Ok(vec![rounded])
     }
 
     /// Returns the sum under the root of a gradient norm, because norms of parts are combined before the root is taken.

@@ -45,6 +45,7 @@ impl Given<'_> {
                     _ => drawn,
                 })
             }
+            Role::PassState(_) => Ok(filled(self.seed(&value.role, &[]), &value.shape, kind)),
             // Each rank has running statistics of its own rows, unless the batch is joined.
             Role::Buffer(_) => {
                 let of = if self.joined.is_some() {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use burn_fsdp_mesh::{Mesh, Placement};
-use burn_ir::{BaseOperationIr, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_ir::{BaseOperationIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 
 use super::call::{Call, Known, Place, Values};
 use super::given::{Given, part_of};
@@ -11,6 +11,7 @@ use super::scalar::Scalar;
 use super::tensor::Tensor;
 use super::transport::exchanged;
 use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
+use crate::low_bit::StateOperation;
 use crate::place::owned_of;
 
 /// An invalid action of a graph, such as a read of a missing value.
@@ -234,6 +235,9 @@ impl Machine {
                     .ok_or("it does not have that dim")?;
                 range.start = start as isize;
                 range.end = Some((start + shift.len) as isize);
+            }
+            OperationIr::Custom(call) if StateOperation::named(&call.id).is_some() => {
+                call.scalars.push(ScalarIr::UInt(start as u64));
             }
             _ => return Err("only slices can depend on the rank".to_owned()),
         }

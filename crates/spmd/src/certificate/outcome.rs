@@ -65,7 +65,7 @@ impl Outcome {
             };
             let what = into.role.to_string();
             match &into.role {
-                Role::Buffer(_) => {
+                Role::Buffer(_) | Role::PassState(_) => {
                     outcome.seen.insert(what, all(update.from)?);
                 }
                 Role::Parameter(path) | Role::State { path, .. } => {
@@ -158,8 +158,21 @@ fn whole(
     (path, into): (&str, &Value),
     parts: Vec<Tensor>,
 ) -> Result<Vec<Tensor>, Fault> {
+    // A rounded state holds its elements first, and the rest depends on the cuts.
+    let is_state = matches!(into.role, Role::State { .. });
+    let parameter = graph.parameter(path).filter(|parameter| {
+        let is_rounded = is_state && parameter.state_format.is_some();
+        is_rounded && !parameter.whole_states.contains(&into.id)
+    });
+    let own = |of: Tensor| match parameter {
+        Some(parameter) if of.len() >= parameter.num_elements() => {
+            let elements = of.elements[..parameter.num_elements()].to_vec();
+            Tensor::new(parameter.shape.clone(), elements)
+        }
+        _ => of,
+    };
     let Some((layout, shape)) = part_of(graph, path, into) else {
-        return Ok(parts);
+        return Ok(parts.into_iter().map(own).collect());
     };
     let whole = joined(machine, (shape, layout), &parts);
     let whole = whole.map_err(|(rank, reason)| Fault {
@@ -167,7 +180,7 @@ fn whole(
         rank,
         reason: format!("{}: {reason}", into.role),
     })?;
-    Ok(vec![whole; parts.len()])
+    Ok(vec![own(whole); parts.len()])
 }
 
 /// Joins the parts of all ranks into the whole tensor. Ranks that hold the same elements must agree on them.

@@ -126,6 +126,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
                 let before = traced.clone();
                 traced.order_parameters(specs.iter().map(|spec| &spec.path));
                 check_module(&traced, specs)?;
+                mode.declare_states(&mut traced);
                 let graph = operations.describe(traced.clone())?;
                 mode.decide(&graph)?;
                 Entry {
@@ -266,10 +267,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         if evaluation.of_step.replace(number) != Some(number) {
             evaluation.kept.clear();
         }
+        // An evaluation has no states of passes, which come last.
+        let num_own = self.specs.len() - self.mode.pass_states().len();
         let made = evaluation.of(
             batch,
             &mut self.mode,
-            &self.specs,
+            &self.specs[..num_own],
             self.executor.operations(),
         )?;
         if let Some(current) = &self.current {

@@ -1,5 +1,8 @@
 //! Modules that replace others while a step is traced.
 
+use std::collections::BTreeSet;
+use std::iter;
+
 use burn::module::{Module, ParamId};
 
 use crate::error::{Error, OverrideError};
@@ -138,6 +141,25 @@ pub(super) fn added(
         (id, spec)
     });
     Ok(added.collect())
+}
+
+/// Rejects states of passes whose paths are not unique among the step's tensors.
+pub(super) fn check_pass_states(
+    own: &[ParameterSpec],
+    states: &[ParameterSpec],
+) -> Result<(), Error> {
+    let mut paths: BTreeSet<&str> = own
+        .iter()
+        .flat_map(|spec| iter::once(&spec.path).chain(&spec.tied))
+        .map(|path| &**path)
+        .collect();
+    match states.iter().find(|state| !paths.insert(&state.path)) {
+        None => Ok(()),
+        Some(state) => Err(Error::DuplicateName {
+            what: "tensor of the module or state of a pass",
+            name: state.path.to_string(),
+        }),
+    }
 }
 
 fn described(spec: &ParameterSpec) -> String {

@@ -7,6 +7,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Parameter, Role};
 use crate::parts::Divided;
 use crate::ranks::Ranks;
+use crate::trace::Slot;
 
 /// An optimizer state that the caller set, with which the next step begins.
 #[derive(Debug)]
@@ -77,8 +78,14 @@ pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a>
 }
 
 /// Returns an optimizer state as if it were a parameter. A state of the parameter's shape is divided like the
-/// parameter, and any other is whole. The owner of a parameter has its states whole.
-pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
+/// parameter, and any other is whole. The owner of a parameter has its states whole. `slots` are the tensors of the
+/// optimizer's state.
+pub(super) fn state_of(
+    graph: &Graph,
+    path: &str,
+    slots: &[Slot],
+    slot: &str,
+) -> Result<Parameter, Error> {
     let parameter = graph.parameter(path);
     let states = parameter.map(|parameter| parameter.states.as_slice());
     let states = states.unwrap_or_default().iter();
@@ -100,16 +107,21 @@ pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Paramete
         });
     };
     let is_whole = parameter.whole_states.contains(&value.id);
+    let known = slots.iter().find(|known| *known.name == *slot);
+    let (own, dtype) = match known {
+        Some(known) => (known.shape.clone(), known.dtype),
+        None => (value.shape.clone(), value.dtype),
+    };
     let (shape, layout) = match (is_whole, parameter.layout.owner) {
-        (true, _) => (value.shape.clone(), Layout::one_rank()),
-        (false, Some(_)) => (value.shape.clone(), parameter.layout.clone()),
+        (true, _) => (own, Layout::one_rank()),
+        (false, Some(_)) => (own, parameter.layout.clone()),
         (false, None) => (parameter.shape.clone(), parameter.layout.clone()),
     };
     Ok(Parameter {
         value: value.id,
         shape,
         layout,
-        dtype: value.dtype,
+        dtype,
         ..parameter.clone()
     })
 }

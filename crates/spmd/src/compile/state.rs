@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::iter;
-use std::sync::Arc;
 
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
@@ -15,7 +14,7 @@ use super::idle::IdleState;
 use super::restored::{Restored, divided, state_of};
 use super::step::CompiledStep;
 use crate::error::Error;
-use crate::graph::{Graph, Parameter, Role};
+use crate::graph::{Parameter, Role};
 use crate::parts::Divided;
 use crate::trace::{Batch, ParameterSpec};
 
@@ -121,8 +120,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let mut states = Vec::new();
         for (id, slot) in self.slots(&parameter) {
             if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
-                let local = self.executor.get(id)?;
-                let place = state_of(&graph, path, &slot)?;
+                let place = state_of(&graph, path, self.scalars.slots(path), &slot)?;
+                let local = self.held_state(&place)?;
                 states.push((slot, self.whole(&place, &local)?));
             }
         }
@@ -167,48 +166,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.flush()?;
         let key = (path.to_owned(), slot.to_owned());
         self.restored.insert(key, Restored::Whole(data));
-        Ok(())
-    }
-
-    /// Passes the initial values and the restored states to the executor before a graph runs.
-    pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
-        // A mismatch is found before anything is set.
-        let places = self.places(graph)?;
-        if let Some(initial) = self.initial.take() {
-            let values = initial.into_values(graph, self.mode.ranks());
-            for (id, data) in values.inspect_err(|error| self.poison(error))? {
-                self.executor.set(id, data);
-            }
-        }
-        let restored = self.restore(&places);
-        restored.inspect_err(|error| self.poison(error))?;
-        self.current = Some(graph.clone());
-        Ok(())
-    }
-
-    /// Returns the graph's values for the restored states, in the same order. Rejects a mismatch of shape or type.
-    fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
-        let places = self.restored.iter().map(|((path, slot), data)| {
-            let place = state_of(graph, path, slot)?;
-            if !self.scalars.has_tensor(path, slot) {
-                let what =
-                    format!("the number of steps for state {path} {slot} (resume, resume_with)");
-                return Err(Error::Missing { what });
-            }
-            data.check(&place, slot, self.mode.ranks())?;
-            Ok(place)
-        });
-        places.collect()
-    }
-
-    /// Moves the restored states into these values of the graph. All ranks must call it if the graph divides them
-    /// differently.
-    fn restore(&mut self, places: &[Parameter]) -> Result<(), Error> {
-        let restored = std::mem::take(&mut self.restored).into_values();
-        for (place, data) in places.iter().zip(restored) {
-            let local = data.into_local(place, self.mode.ranks())?;
-            self.executor.set(place.value, local);
-        }
         Ok(())
     }
 
@@ -319,8 +276,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             let (parameter, _) = self.located(path)?;
             for (id, slot) in self.slots(&parameter) {
                 if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
-                    let local = self.executor.get(id)?;
                     let (shape, layout) = self.state_place(path, &slot)?;
+                    let place = Parameter {
+                        value: id,
+                        shape: shape.clone(),
+                        layout: layout.clone(),
+                        ..parameter.clone()
+                    };
+                    let local = self.held_state(&place)?;
                     states.insert(slot, self.divided(&shape, &layout).unpadded(local)?);
                 }
             }

@@ -42,6 +42,7 @@ mod node;
 mod operation;
 mod order;
 mod owned;
+mod pass_states;
 mod print;
 mod shift;
 mod sizes;
@@ -72,7 +73,7 @@ pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
 pub(crate) use print::Type;
 pub(crate) use sizes::Sizes;
-pub(crate) use value::{Carried, NamedActivation, Owner};
+pub(crate) use value::{Carried, NamedActivation, Owner, cut_of};
 
 use crate::error::Error;
 use crate::pass_id::PassId;

@@ -26,8 +26,8 @@ pub struct Node {
     pub scalars: Vec<ScalarSlot>,
     /// Path of the parameter that the node belongs to: for optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
-    /// The part that each rank takes of a slice; `None` for other operations, and for slices that are the same on all
-    /// ranks.
+    /// The part that each rank takes of a slice, or has of an optimizer state that it rounds; `None` for other operations,
+    /// and for slices that are the same on all ranks.
     pub shift: Option<AxisShift>,
     /// The random numbers that the node draws from a seed; `None` for all other operations, and for numbers from the
     /// backend's generator.

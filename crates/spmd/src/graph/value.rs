@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
-use burn_fsdp_mesh::{Layout, Placement};
+use burn_fsdp_mesh::{Cut, Layout, Placement};
+use burn_fsdp_tensors::StateFormat;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 /// A tensor that a node reads or writes.
@@ -40,6 +41,9 @@ pub enum Role {
     /// A value of the previous step, for nodes that were moved to this step, or a sum over earlier micro-batches. The
     /// string is a parameter's path for its gradient, or `%` and a number for any other value. Given.
     Pending(Arc<str>),
+    /// A tensor that a user's pass keeps from step to step, equal on all ranks. Given, see
+    /// [`PassState`](crate::passes::PassState).
+    PassState(Arc<str>),
     /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
     /// The complete gradient of a parameter: the value that the optimizer reads.
@@ -61,6 +65,7 @@ impl Role {
             | Self::Buffer(path)
             | Self::Gradient(path)
             | Self::Pending(path)
+            | Self::PassState(path)
             | Self::State { path, .. } => Some(path),
             Self::Input(_) | Self::Constant | Self::Temporary => None,
         }
@@ -82,6 +87,7 @@ impl fmt::Display for Role {
                     write!(f, "pending gradient {path}")
                 }
             }
+            Self::PassState(path) => write!(f, "state {path} of a pass"),
             Self::Constant => f.write_str("constant"),
             Self::Gradient(path) => write!(f, "gradient {path}"),
             Self::Temporary => f.write_str("temporary"),
@@ -140,6 +146,8 @@ pub struct Parameter {
     /// The states whose shape differs from the parameter's. They are whole on each rank, even if a shard of the
     /// parameter has their shape.
     pub whole_states: Vec<TensorId>,
+    /// The format in which the states are kept between steps, as bytes; `None` if it is the optimizer's own.
+    pub state_format: Option<StateFormat>,
     /// True for a buffer, which is never sharded.
     pub is_buffer: bool,
 }
@@ -148,6 +156,19 @@ impl Parameter {
     /// Returns the number of elements of the whole parameter.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Returns where shards may begin: between blocks of elements if states have a scale for each block.
+    pub(crate) fn cut(&self) -> Cut {
+        cut_of(self.state_format)
+    }
+}
+
+/// Returns where the shards of a parameter may begin whose states have this format.
+pub(crate) fn cut_of(state_format: Option<StateFormat>) -> Cut {
+    match state_format {
+        Some(StateFormat::Block8) => Cut::Multiples(StateFormat::BLOCK),
+        None | Some(StateFormat::Bf16) => Cut::Elements,
     }
 }
 

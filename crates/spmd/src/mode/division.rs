@@ -53,18 +53,20 @@ impl Division {
         &self,
         mesh: &Mesh,
         spec: &ParameterSpec,
-        owners: &Owners,
+        (owners, cut): (&Owners, Cut),
     ) -> Result<Layout, Error> {
+        let flat = |axis: &str| {
+            let layout = Layout::flat(mesh, axis)?;
+            Ok(Layout { cut, ..layout })
+        };
         if let (Some(axis), Some(owner)) = (self.shard_axis(mesh), owners.of(&spec.path)) {
             return Ok(Layout::owned(mesh, &axis.name, owner)?);
         }
         match self {
-            Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
-                Ok(Layout::flat(mesh, DATA_AXIS)?)
-            }
+            Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => flat(DATA_AXIS),
             // All values are sharded until the first graph decides which are kept whole.
             Self::Least(None) if !spec.is_buffer => Ok(Layout::flat(mesh, DATA_AXIS)?),
-            Self::Hybrid { shard, .. } if !spec.is_buffer => Ok(Layout::flat(mesh, &shard.name)?),
+            Self::Hybrid { shard, .. } if !spec.is_buffer => flat(&shard.name),
             Self::Expand(mesh, expand) if !spec.is_buffer => {
                 let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
                 Ok(Layout {

@@ -64,4 +64,4 @@ pub use unit::{AssignUnits, Units, unit_of};
 pub use verify::verify;
 
 pub use crate::pass_id::PassId;
-pub use crate::transform::GraphTransform;
+pub use crate::transform::{GraphTransform, PassState};

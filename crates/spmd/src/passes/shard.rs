@@ -2,22 +2,26 @@
 //!
 //! Earlier passes work on the graph of a single rank that holds everything, and later passes on the graph of each rank.
 
+mod reductions;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_mesh::{Axis, Mesh, Partition, ReduceOp, Strategy};
+use burn_fsdp_mesh::{Mesh, Partition, ReduceOp, Strategy};
 use burn_fsdp_tensors::reduced_type;
-use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
+use burn_ir::TensorId;
 
 use super::casts::{cast_of, widened_early};
-use super::holding::{Holding, local_shape};
+use super::holding::Holding;
 use super::replicate::{Replicate, mesh_of};
 use crate::Precision;
 use crate::error::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
+    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
+    Stage, rename,
 };
+use crate::low_bit::StateOperation;
 use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication_with};
 use crate::transform::GraphTransform;
@@ -150,8 +154,9 @@ impl Insertion<'_> {
             if holding.is_owned() {
                 parameter.whole_states.clear();
             } else {
-                for id in states.into_iter().chain([value]) {
-                    self.set_shape(id, holding.local_shape());
+                self.set_shape(value, holding.local_shape());
+                for id in states {
+                    self.set_shape(id, holding.state_shape());
                 }
             }
             sharded.insert(value, holding);
@@ -161,7 +166,7 @@ impl Insertion<'_> {
         let (mut scheduled, nodes) = self.cast_shards(nodes, &mut sharded);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
-                self.flatten(&node, &by_path)?;
+                self.flatten(&mut node, &by_path)?;
                 scheduled.push(node);
                 continue;
             }
@@ -278,16 +283,36 @@ impl Insertion<'_> {
     }
 
     /// Sets the shape of an optimizer operation's results to the shard's.
-    fn flatten(&mut self, node: &Node, by_path: &BTreeMap<Arc<str>, Holding>) -> Result<(), Error> {
+    fn flatten(
+        &mut self,
+        node: &mut Node,
+        by_path: &BTreeMap<Arc<str>, Holding>,
+    ) -> Result<(), Error> {
         let Some(of) = node.path.as_ref().and_then(|path| by_path.get(path)) else {
             return Ok(());
         };
         // The operation still has the traced shapes.
         of.check_step(node)?;
-        if !of.is_owned() {
-            for output in node.outputs() {
-                self.set_shape(output, of.local_shape());
-            }
+        if of.is_owned() {
+            return Ok(());
+        }
+        let is_rounded = matches!(
+            StateOperation::of(&node.operation),
+            Some(StateOperation::Round(_))
+        );
+        let shape = if is_rounded {
+            // A rank's draws follow from the positions of its elements in the whole state.
+            node.shift = Some(AxisShift {
+                axis: self.pass.axis.clone(),
+                dim: 0,
+                len: of.partition.chunk_len(),
+            });
+            of.state_shape()
+        } else {
+            of.local_shape()
+        };
+        for output in node.outputs() {
+            self.set_shape(output, shape.clone());
         }
         Ok(())
     }
@@ -384,117 +409,6 @@ impl Insertion<'_> {
         }
         self.sent.insert(gradient, local);
         self.averaged.insert(key, mean);
-        Ok(mean)
-    }
-
-    /// Returns `gradient`, an output of the last scheduled node, in the type in which it is sent. May add or remove a cast.
-    fn travelling(
-        &mut self,
-        scheduled: &mut Vec<Node>,
-        gradient: TensorId,
-        read: &BTreeSet<TensorId>,
-    ) -> Result<TensorId, Error> {
-        let widened = self.graph.read(gradient)?;
-        let cast = scheduled.last().and_then(cast_of);
-        let computed = cast.map_or_else(|| widened.clone(), |cast| cast.input.clone());
-        let travels = self.pass.precision.reduce_of(computed.dtype);
-        if travels == widened.dtype || self.pass.precision == Precision::default() {
-            return Ok(gradient);
-        }
-        let mut phase = Phase::Backward;
-        if cast.is_some() && !read.contains(&gradient) {
-            // The reduction widens the values that it combines.
-            phase = scheduled.pop().map_or(phase, |node| node.phase);
-        }
-        if travels == computed.dtype {
-            return Ok(computed.id);
-        }
-        let shape = computed.shape.to_vec();
-        let rounded = self.graph.add_value(shape, travels, Role::Temporary);
-        let cast = BaseOperationIr::Cast(CastOpIr {
-            input: self.graph.read(computed.id)?,
-            out: self.graph.write(rounded)?,
-        });
-        scheduled.push(Node::new(OperationIr::BaseFloat(cast), phase));
-        Ok(rounded)
-    }
-
-    /// Averages `local`, which is a gradient or the loss in the type in which it is sent. The mean gets the role of
-    /// `of`.
-    fn reduce(
-        &mut self,
-        scheduled: &mut Vec<Node>,
-        (of, local): (TensorId, TensorId),
-        path: &Arc<str>,
-        partition: Option<Partition>,
-        phase: Phase,
-    ) -> Result<TensorId, Error> {
-        let value = self.graph.value_mut(of);
-        let value = value
-            .ok_or_else(|| Error::Internal(format!("the gradient of {path} is not declared")))?;
-        let role = std::mem::replace(&mut value.role, Role::Temporary);
-        let (whole, dtype) = (value.shape.clone(), value.dtype);
-        let shape = match partition {
-            Some(partition) => local_shape(partition, &whole),
-            None => whole,
-        };
-        let mean = self.graph.add_value(shape, dtype, role);
-        self.push_reduce(scheduled, local, mean, path, partition, phase)
-    }
-
-    fn push_reduce(
-        &mut self,
-        scheduled: &mut Vec<Node>,
-        local: TensorId,
-        mean: TensorId,
-        path: &Arc<str>,
-        partition: Option<Partition>,
-        phase: Phase,
-    ) -> Result<TensorId, Error> {
-        let tensor = self.graph.read(local)?;
-        let (kind, partition) = match partition {
-            Some(partition) => (CollectiveKind::ReduceScatter, partition),
-            None => {
-                let whole = Partition::flat(tensor.shape.num_elements(), self.pass.num_ranks)?;
-                (CollectiveKind::AllReduce, whole)
-            }
-        };
-        let axis = &self.pass.axis;
-        let result = self.graph.read(mean)?.dtype;
-        let collective = self.collective(kind, axis, path, partition, (tensor.dtype, result));
-        let graph = &self.graph;
-        let node = graph.collective_node(collective, &[local], &[mean], phase)?;
-        scheduled.push(node);
-        match self.pass.replicate.clone() {
-            Some(other) => self.over_copies(scheduled, mean, path, &other.axis, phase),
-            None => Ok(mean),
-        }
-    }
-
-    /// Averages a value over the replicas of hybrid sharding.
-    fn over_copies(
-        &mut self,
-        scheduled: &mut Vec<Node>,
-        own: TensorId,
-        path: &Arc<str>,
-        axis: &Axis,
-        phase: Phase,
-    ) -> Result<TensorId, Error> {
-        let tensor = self.graph.read(own)?;
-        let role = self.graph.value(own).map(|value| value.role.clone());
-        let role = role.unwrap_or(Role::Temporary);
-        let shape = tensor.shape.to_vec();
-        let mean = self.graph.add_value(shape, tensor.dtype, role);
-        if let Some(value) = self.graph.value_mut(own) {
-            value.role = Role::Temporary;
-        }
-        let partition = Partition::flat(tensor.shape.num_elements(), axis.size)?;
-        let (kind, name) = (CollectiveKind::AllReduce, Arc::from(axis.name.as_str()));
-        let types = (tensor.dtype, tensor.dtype);
-        let collective = self.collective(kind, &name, path, partition, types);
-        let graph = &self.graph;
-        let node = graph.collective_node(collective, &[own], &[mean], phase)?;
-        scheduled.push(node);
         Ok(mean)
     }
 }

@@ -10,7 +10,7 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_tensors::{self as tensors, Staged};
 use burn_ir::{
-    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, TensorId, TensorIr, TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
@@ -24,6 +24,7 @@ use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Absent, AxisShift, Draw, Graph, Node, Stage};
 use crate::kernels::kernels_of;
+use crate::low_bit::with_states;
 use crate::norm::with_norms;
 use crate::panics::message;
 use crate::ranks::DATA_AXIS;
@@ -74,7 +75,7 @@ impl<B: BackendIr> Executor<B> {
             present: BTreeMap::new(),
             absent: Absent::default(),
             constants: Vec::new(),
-            operations: with_norms(kernels_of()),
+            operations: with_states(with_norms(kernels_of())),
             seals: Seals::default(),
             moment: Moment::default(),
             before: None,
@@ -90,7 +91,7 @@ impl<B: BackendIr> Executor<B> {
 
     /// Sets the operations that graphs may use in addition to Burn's, replacing the operations set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
-        self.operations = with_norms(kernels_of().and(operations));
+        self.operations = with_states(with_norms(kernels_of().and(operations)));
     }
 
     /// Returns the operations that graphs may use in addition to Burn's.
@@ -372,9 +373,15 @@ impl<B: BackendIr> Executor<B> {
 
     /// Runs a custom operation.
     fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
-        let Some(own) = self.own_call(call)? else {
+        let Some(mut own) = self.own_call(call)? else {
             return Ok(());
         };
+        if let Some(shift) = &node.shift {
+            let group = self.along(&shift.axis);
+            let group = group.map_err(|reason| failed(index, node, reason))?;
+            let start = group.rank() * shift.len;
+            own.scalars.push(ScalarIr::UInt(start as u64));
+        }
         let call = &own;
         let operation = self.operations.get(call)?;
         let tensors = call.inputs.iter();

@@ -102,7 +102,7 @@ impl<B: BackendIr> Executor<B> {
     pub(super) fn seal_given(&mut self, graph: &Graph) -> Result<(), Error> {
         let at = |role: &Role| match role {
             Role::Parameter(_) => Some(At::Shard),
-            Role::Buffer(_) => Some(At::Running),
+            Role::Buffer(_) | Role::PassState(_) => Some(At::Running),
             Role::State { .. } => Some(At::State),
             _ => None,
         };

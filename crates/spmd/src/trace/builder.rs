@@ -17,8 +17,11 @@ use super::outputs::{PREFIX, Taken};
 use super::region::{self, Marks};
 use super::statistics;
 use crate::error::Error;
-use crate::graph::{Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot, Update};
-use crate::graph::{Trait, is, rename, set_status};
+use crate::graph::{
+    CustomProfile, Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot,
+};
+use crate::graph::{Trait, Update, is, rename, set_status};
+use crate::low_bit::StateOperation;
 
 /// The tensors of the module, the batch and the loss on the capture device.
 pub(super) struct Captures {
@@ -176,9 +179,11 @@ impl Builder {
                     path: leaf.path.clone(),
                     slot: slot.name.clone(),
                 };
-                let id = self.graph.add_value(slot.shape.clone(), slot.dtype, role);
+                let (shape, dtype) = slot.kept();
+                let id = self.graph.add_value(shape, dtype, role);
                 let parameter = &mut self.graph.parameters_mut()[index];
                 parameter.states.push(id);
+                parameter.state_format = slot.format;
                 if slot.shape != parameter.shape {
                     parameter.whole_states.push(id);
                 }
@@ -375,6 +380,7 @@ impl Builder {
             }
             rename(&mut operation, &ids);
             let mut node = Node::new(operation, Phase::Optimizer);
+            node.custom = StateOperation::of(&node.operation).map(|_| CustomProfile::default());
             node.path = Some(leaf.path.clone());
             let len = node.scalar_values().len();
             let first = 0;
@@ -436,6 +442,7 @@ fn parameter(leaf: &Leaf, value: TensorId, is_buffer: bool) -> Parameter {
         gradient: None,
         states: Vec::new(),
         whole_states: Vec::new(),
+        state_format: None,
         is_buffer,
     }
 }

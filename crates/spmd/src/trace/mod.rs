@@ -35,7 +35,7 @@ pub use region::{is_traced, traced_region};
 pub(crate) use batch::{JoinedShape, fixed_of};
 pub(crate) use capture::Defaults;
 pub(crate) use forward::trace_forward;
-pub(crate) use optimizer::{HostScalars, Trained, base_rate};
+pub(crate) use optimizer::{HostScalars, Slot, Trained, base_rate};
 pub(crate) use options::TraceOptions;
 pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;

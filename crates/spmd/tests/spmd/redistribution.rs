@@ -39,6 +39,7 @@ fn sum(shape: &[usize]) -> (Graph, TensorId, TensorId) {
         gradient: None,
         states: Vec::new(),
         whole_states: Vec::new(),
+        state_format: None,
         is_buffer: false,
     });
     let add = NumericOperationIr::Add(BinaryOpIr {

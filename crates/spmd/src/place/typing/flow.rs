@@ -10,6 +10,7 @@ use super::SpmdType;
 use super::way::{WHOLE, Way, addends, is_drawn, of_owner, parts, spreads};
 use crate::graph::{Collective, Graph, Node, Owner, Parameter, Phase, Role, Stage, Value};
 use crate::kernels::plain_node;
+use crate::low_bit::StateOperation;
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
 use crate::place::signature::{Operand, Signature};
@@ -148,11 +149,9 @@ impl Flow<'_> {
             .map(|id| Ok((id, self.of(id, axis)?)))
             .collect::<Result<_, String>>()?;
         let placed = |id| self.placed(id).map(|types| types[axis]);
-        if node
-            .shift
-            .as_ref()
-            .is_some_and(|shift| &*shift.axis == name)
-        {
+        let is_state = StateOperation::of(&node.operation).is_some();
+        let mut shift = node.shift.iter().filter(|_| !is_state);
+        if shift.any(|shift| &*shift.axis == name) {
             return match inputs.as_slice() {
                 [(_, SpmdType::Replicate)] => Ok(vec![SpmdType::Shard]),
                 _ => Err(format!(
@@ -296,7 +295,9 @@ impl Flow<'_> {
     /// Returns the way of a kernel that reads parts along an axis. It must support parts along the sharded dims, as far
     /// as these are known.
     fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
-        let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
+        let runs = call.id == LOCAL_NORM
+            || call.id == FusedOperation::Pointwise.name()
+            || StateOperation::named(&call.id).is_some();
         let signature = if runs {
             Some(Signature::new())
         } else {

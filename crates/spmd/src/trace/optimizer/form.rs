@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use burn::optim::{RecordState, StateSink};
 use burn::tensor::{DType, TensorData};
 use burn_capture::CaptureClient;
+use burn_fsdp_tensors::StateFormat;
 use burn_ir::{OperationIr, TensorId};
 use burn_pack::Scalar;
 use burn_router::RouterClient;
@@ -55,10 +56,11 @@ impl Form {
     }
 }
 
-/// Returns the shapes and types of the tensors of the new state.
+/// Returns the shapes and types of the tensors of the new state, which are kept in this format between steps.
 pub(super) fn tensors_of(
     recording: &Recording<[TensorId; 3]>,
     form: Option<&Form>,
+    format: Option<StateFormat>,
 ) -> Result<Vec<Slot>, String> {
     let outputs = recording.operations.iter().flat_map(OperationIr::outputs);
     let mut known: BTreeMap<TensorId, (Vec<usize>, DType)> = outputs
@@ -73,8 +75,18 @@ pub(super) fn tensors_of(
         let found = known.get(id).cloned();
         let (shape, dtype) =
             found.ok_or_else(|| format!("no recorded operation computes its state \"{name}\""))?;
-        let name = name.as_str().into();
-        Ok(Slot { name, shape, dtype })
+        if format.is_some() && dtype != DType::F32 {
+            return Err(format!(
+                "its state \"{name}\" has type {dtype:?}, but only 32-bit states can be kept in fewer bits; give the \
+                 module parameters in 32 bits"
+            ));
+        }
+        Ok(Slot {
+            name: name.as_str().into(),
+            shape,
+            dtype,
+            format,
+        })
     });
     tensors.collect()
 }

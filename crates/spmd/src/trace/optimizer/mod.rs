@@ -20,6 +20,7 @@ use burn::module::ParamId;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::DType;
 use burn_fsdp_collectives::Fingerprint;
+use burn_fsdp_tensors::StateFormat;
 use burn_ir::{OperationIr, ScalarIr};
 use burn_pack::Scalar;
 
@@ -263,6 +264,11 @@ impl HostScalars {
             Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
             None => &[],
         }
+    }
+
+    /// Returns the format in which a parameter's states are kept between steps, if they are rounded.
+    pub(crate) fn format(&self, path: &str) -> Option<StateFormat> {
+        self.slots(path).first()?.format
     }
 
     /// Creates optimizer states for these parameters from their numbers and tensor names. [`set`](Self::set) applies

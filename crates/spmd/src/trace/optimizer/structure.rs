@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::DType;
+use burn_fsdp_tensors::{LowBits, StateFormat};
 use burn_ir::{
     IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, ScalarOpIr, TensorId, TensorIr,
     TensorStatus,
 };
 
 use crate::graph::{Node, Phase, operation_name, rename, set_status};
+use crate::low_bit::{BYTES, round, widen};
 
 /// Returns the id of the parameter in a [`Structure`].
 pub(crate) fn parameter_id() -> TensorId {
@@ -33,6 +35,28 @@ pub(crate) struct Slot {
     /// Shape of the whole tensor.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
+    /// The format in which it is kept between steps, if it is rounded.
+    pub(crate) format: Option<StateFormat>,
+}
+
+impl Slot {
+    /// Returns the shape and type in which the whole tensor is kept between steps.
+    pub(crate) fn kept(&self) -> (Vec<usize>, DType) {
+        match self.format {
+            None => (self.shape.clone(), self.dtype),
+            Some(format) => (vec![format.num_bytes(self.shape.iter().product())], BYTES),
+        }
+    }
+
+    /// Returns the tensor in the shape and type in which the optimizer computes with it.
+    fn tensor(&self, id: TensorId) -> TensorIr {
+        TensorIr {
+            id,
+            shape: self.shape.clone().into(),
+            status: TensorStatus::ReadOnly,
+            dtype: self.dtype,
+        }
+    }
 }
 
 /// The operations of one step of an optimizer on a parameter, regardless of the values of its host scalars.
@@ -50,20 +74,32 @@ pub(crate) struct Structure {
 
 impl Structure {
     /// Separates operations from their scalars. `known` maps the given tensors to their numbers. A new state that would
-    /// share memory with another value is copied.
+    /// share memory with another value is copied. States that are kept in fewer `bits` are widened first, and rounded
+    /// last.
     pub(super) fn new(
         operations: Vec<OperationIr>,
         mut known: BTreeMap<TensorId, TensorId>,
-        num_slots: usize,
+        (slots, bits): (&[Slot], Option<LowBits>),
         new_parameter: TensorId,
         new_states: &[(usize, TensorId)],
     ) -> (Self, Vec<Vec<ScalarIr>>) {
+        let num_slots = slots.len();
         let mut next = 2 + num_slots as u64;
         let mut fresh = || {
             next += 1;
             TensorId::new(next - 1)
         };
         let mut numbered = Vec::with_capacity(operations.len());
+        for (index, slot) in slots.iter().enumerate() {
+            let kept = state_id(index);
+            let mut reads = known.values_mut().filter(|id| **id == kept).peekable();
+            if let (Some(format), Some(_)) = (slot.format, reads.peek()) {
+                let wide = fresh();
+                reads.for_each(|id| *id = wide);
+                let out = TensorIr::uninit(wide, slot.shape.clone().into(), slot.dtype);
+                numbered.push(widen(format, kept, out));
+            }
+        }
         let mut tensors: BTreeMap<TensorId, TensorIr> = BTreeMap::new();
         for mut operation in operations {
             for output in operation.outputs() {
@@ -80,6 +116,12 @@ impl Structure {
         let mut states = Vec::with_capacity(new_states.len());
         for (slot, from) in new_states {
             let from = number(*from);
+            if let Some(bits) = bits {
+                let (slot_of, into) = (&slots[*slot], fresh());
+                numbered.push(round(bits, &slot_of.name, slot_of.tensor(from), into));
+                states.push((*slot, into));
+                continue;
+            }
             let is_own = from == state_id(*slot);
             let is_given = from.value() < 2 + num_slots as u64 && from != gradient_id();
             let is_shared = taken.contains(&from) || is_given;

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use burn::optim::{Optimizer, RecordState, StateSource};
 use burn::tensor::{AllocationProperty, Bytes, DType, Tensor, TensorData};
 use burn_capture::{CaptureBackend, CaptureClient};
+use burn_fsdp_tensors::LowBits;
 use burn_ir::{OperationIr, ScalarIr, TensorId};
 use burn_pack::Scalar;
 use burn_router::RouterClient;
@@ -100,6 +101,8 @@ struct Recorded<S> {
     next: Option<(S, Form)>,
     /// The tensors of the new state.
     tensors: Vec<Slot>,
+    /// The bits in which the new state is kept, if it is rounded.
+    bits: Option<LowBits>,
     device: Lease,
 }
 
@@ -215,6 +218,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             None => None,
         };
         let lease = Lease::take(None);
+        let _ = LowBits::told();
         let recording = record_on(&lease, "the optimizer", |device, _| {
             let parameter = Tensor::<D>::empty(self.shape, (device, self.dtype));
             let gradient = Tensor::<D>::empty(self.shape, (device, self.dtype));
@@ -244,10 +248,16 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             values,
             result,
         };
+        let bits = LowBits::told();
+        let (form, format) = (
+            next.as_ref().map(|(_, form)| form),
+            bits.map(|bits| bits.format),
+        );
         Ok(Recorded {
-            tensors: tensors_of(&recording, next.as_ref().map(|(_, form)| form))?,
+            tensors: tensors_of(&recording, form, format)?,
             recording,
             next,
+            bits,
             device: lease,
         })
     }
@@ -286,6 +296,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         &self,
         recording: Recording<[TensorId; 3]>,
         form: Option<&Form>,
+        bits: Option<LowBits>,
     ) -> Result<(Structure, Vec<Vec<ScalarIr>>), String> {
         let [parameter, gradient, after] = recording.result;
         let mut given: BTreeMap<TensorId, TensorId> =
@@ -325,7 +336,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         Ok(Structure::new(
             operations,
             given,
-            self.slots.len(),
+            (&self.slots, bits),
             after,
             &new_states,
         ))
@@ -338,10 +349,11 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             recording,
             next,
             tensors,
+            bits,
             device,
         } = self.record(learning_rate, state, Look::Again)?;
         let form = next.as_ref().map(|(_, form)| form);
-        let (structure, scalars) = self.structure(recording, form)?;
+        let (structure, scalars) = self.structure(recording, form, bits)?;
         let next = match next {
             Some((next, form)) => Some(Arc::new(self.next(next, &form, &tensors, device)?)),
             None => None,
