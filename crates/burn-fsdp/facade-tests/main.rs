@@ -1,11 +1,9 @@
 //! Tests of the facade that can share a process. They are one binary, because each binary compiles Burn's generic code
 //! again.
 
-#[path = "../tests/common/mod.rs"]
 mod common;
 #[path = "../../spmd/tests/common/optimizers.rs"]
 mod every;
-#[path = "../tests/common/fixed.rs"]
 mod fixed;
 #[path = "../tests/common/save.rs"]
 mod saving;
@@ -17,9 +15,11 @@ mod compiled_owners;
 mod generation;
 mod gpt;
 mod hugging_face;
+mod low_bit_compiled;
 mod offload;
 mod optimizers;
 mod owners;
+mod pass_states;
 mod resumes;
 mod steps;
 mod ties;

@@ -22,8 +22,13 @@ fn file_of(binary: &str, module: Option<&str>) -> PathBuf {
         other => {
             let tests = crates.join(format!("{other}/tests"));
             // The tests of a crate's file, in a binary of its own or together with others.
-            let files = ["{}.rs", "{}/main.rs", "../facade-tests/{}.rs"]
-                .map(|form| tests.join(form.replace("{}", module)));
+            let files = [
+                "{}.rs",
+                "{}/main.rs",
+                "../facade-tests/{}.rs",
+                "../facade-tests/{}/main.rs",
+            ]
+            .map(|form| tests.join(form.replace("{}", module)));
             let found = files.iter().find(|file| file.exists());
             found.unwrap_or(&files[0]).clone()
         }

@@ -81,6 +81,7 @@ const ALLOWED: [(&str, &[&str]); 21] = [
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-shard-tests", &["burn-fsdp-shard"]),
     ("burn-fsdp-spmd-tests", &[]),
+    ("burn-fsdp-plan-tests", &[]),
     ("burn-fsdp-facade-tests", &[]),
 ];
 

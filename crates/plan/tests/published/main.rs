@@ -366,7 +366,7 @@ fn rows_that_repeat_a_fit_are_predicted_as_the_fit() {
 #[test]
 fn published_figures_in_the_documentation_are_recomputed() {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
-    let path = Path::new(&folder).join("../../docs/plan.md");
+    let path = Path::new(&folder).join("../../../docs/plan.md");
     let page = std::fs::read_to_string(path).expect("docs/plan.md");
     for line in table().lines() {
         assert!(page.contains(line), "docs/plan.md lacks: {line}");

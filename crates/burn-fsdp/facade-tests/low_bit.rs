@@ -1,6 +1,5 @@
 //! Optimizer states in fewer bits: bit for bit those of one rank, however they are cut, saved and resumed.
 
-#[path = "common/fixed.rs"]
 mod fixed;
 
 use std::collections::BTreeMap;

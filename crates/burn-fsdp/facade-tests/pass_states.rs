@@ -1,8 +1,5 @@
 //! States that a user's pass adds to a compiled step: computed in the graph, equal on all ranks, saved and resumed.
 
-#[path = "common/fixed.rs"]
-mod fixed;
-
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,8 +1,5 @@
 //! Optimizer states in fewer bits in compiled steps: bit for bit those of plain Burn on one rank.
 
-#[path = "common/fixed.rs"]
-mod fixed;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
