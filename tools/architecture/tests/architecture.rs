@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 21] = [
+const ALLOWED: [(&str, &[&str]); 22] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
