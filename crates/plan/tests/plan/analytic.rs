@@ -120,7 +120,6 @@ fn a_plan_is_printed_as_text_json_and_a_picture() {
         "{}",
         &json[..200]
     );
-    #[cfg(feature = "draw")]
     {
         let svg = plan.to_svg();
         assert!(svg.contains("peak: ") && svg.contains("full parameters"));
