@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, TextCodec, Tokenizer};
+use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, ModelError, TextCodec, Tokenizer};
 
 use crate::error::InputError;
 
@@ -165,6 +165,31 @@ fn other_form(folder: &Path) -> Option<PathBuf> {
     names.min().map(|(_, name)| folder.join(name))
 }
 
+/// Returns the tokens of a prompt. The tokens that a tokenizer adds before a text are left out if the prompt has them, as
+/// chats rendered by a template do.
+pub(crate) fn prompt(codec: &TextCodec, text: &str) -> Result<Vec<i64>, ModelError> {
+    let Some(tokenizer) = tokenizer_of(codec) else {
+        return codec.encode(text);
+    };
+    let (own, added) = (tokenizer.encode(text, false)?, tokenizer.encode("", true)?);
+    if added.is_empty() || !own.starts_with(&added) {
+        return codec.encode(text);
+    }
+    Ok(own.into_iter().map(i64::from).collect())
+}
+
+/// Returns the id of a token that is not part of a text, such as `<|im_end|>`; `None` for any other text.
+pub(crate) fn special(codec: &TextCodec, text: &str) -> Result<Option<u32>, ModelError> {
+    let Some(tokenizer) = tokenizer_of(codec) else {
+        return Ok(None);
+    };
+    let ids = tokenizer.encode(text, false)?;
+    match ids[..] {
+        [id] if tokenizer.decode(&ids)?.is_empty() => Ok(Some(id)),
+        _ => Ok(None),
+    }
+}
+
 /// Identifies a tokenizer by its number of tokens and a hash of its vocabulary and rules; `None` for bytes.
 pub(crate) fn identity(codec: &TextCodec) -> Option<String> {
     let tokenizer = tokenizer_of(codec)?;
@@ -227,6 +252,34 @@ mod tests {
             let want = want.map(|name| folder.path().join(name));
             assert_eq!(other_form(folder.path()), want, "{names:?}");
         }
+    }
+
+    #[test]
+    fn a_prompt_begins_once_and_special_tokens_are_found() {
+        let json = r#"{"version": "1.0", "added_tokens": [
+            {"id": 0, "content": "<s>", "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+             "normalized": false},
+            {"id": 1, "content": "<|end|>", "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+             "normalized": false}],
+            "normalizer": null, "decoder": null,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": false},
+            "post_processor": {"type": "TemplateProcessing",
+             "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+             "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}},
+            "model": {"type": "WordLevel", "vocab": {"<s>": 0, "<|end|>": 1, "a": 2, "b": 3}, "unk_token": "a"}}"#;
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tokenizer.json");
+        fs::write(&path, json).expect("a writable folder");
+        let codec = TextCodec::Tokenizer(Tokenizer::open(path).expect("a tokenizer"));
+        for text in ["ab", "<s>ab"] {
+            assert_eq!(prompt(&codec, text).expect("tokens"), [0, 2, 3], "{text}");
+        }
+        let found = |text: &str| special(&codec, text).expect("tokens");
+        assert_eq!(found("<|end|>"), Some(1));
+        assert_eq!(found("a"), None);
+        assert_eq!(found("<|end|>a"), None);
+        assert_eq!(special(&TextCodec::Bytes, "<|end|>").expect("bytes"), None);
     }
 
     /// Steps of earlier versions identify the tokenizer by the checksum of its file.

@@ -106,6 +106,30 @@ impl ChatTemplate {
         text.map_err(|error| ChatError::Render(error.to_string()))
     }
 
+    /// Returns the place in `text` where the content of the last of its messages starts: the place of a mark before the
+    /// content. Returns `None` if the mark changes the text, or if the content is not a text.
+    fn start_of_last(&self, messages: &[Value], text: &str) -> Result<Option<usize>, ChatError> {
+        let [mark, _] = marks(MARKS.start);
+        let content = messages.last().and_then(|last| last["content"].as_str());
+        let Some(content) = content.filter(|_| !text.contains(mark)) else {
+            return Ok(None);
+        };
+        // Many templates remove white space around a content, but none after a mark.
+        for content in [content, content.trim_start()] {
+            let mut marked = messages.to_vec();
+            if let Some(last) = marked.last_mut() {
+                last["content"] = format!("{mark}{content}").into();
+            }
+            let marked = self.text(&marked, false)?;
+            if let Some(start) = marked.find(mark)
+                && marked.replace(mark, "") == text
+            {
+                return Ok(Some(start));
+            }
+        }
+        Ok(None)
+    }
+
     /// Finds the assistant's parts of an unmarked template: what a message adds to the prompt that precedes it.
     fn by_prefixes(&self, messages: &[Value]) -> Result<Vec<Part>, ChatError> {
         let full = self.text(messages, false)?;
@@ -123,8 +147,19 @@ impl ChatTemplate {
                     "the chat up to message {index} does not begin with the prompt before it, so the answer cannot be located"
                 )));
             }
-            parts.push((full[end..prompt.len()].to_owned(), false));
-            parts.push((answered[prompt.len()..].to_owned(), true));
+            // If the template has no prompt for an answer, its name of the role may precede the answer.
+            let ignores_prompt = prompt == self.text(&messages[..index], false)?;
+            let found = if ignores_prompt {
+                self.start_of_last(&messages[..=index], &answered)?
+            } else {
+                None
+            };
+            // Spaces stay with the answer, because tokens of words begin with one.
+            let header = found.and_then(|start| answered.get(prompt.len()..start));
+            let header = header.unwrap_or_default().trim_end_matches(' ');
+            let start = prompt.len() + header.len();
+            parts.push((full[end..start].to_owned(), false));
+            parts.push((answered[start..].to_owned(), true));
             end = answered.len();
         }
         parts.push((full[end..].to_owned(), false));
@@ -277,6 +312,32 @@ mod tests {
             ("c<|im_end|>\n", true),
         ]);
         assert_eq!(rendered(PLAIN, CHAT), expected);
+    }
+
+    #[test]
+    fn a_role_before_an_answer_is_not_learned() {
+        const ROLES: &str =
+            "{% for m in messages %}{{ m.role|capitalize }}: {{ m.content|trim }}\n{% endfor %}";
+        let expected = parts(&[
+            ("User: Hi\nAssistant:", false),
+            (" a\n", true),
+            ("User: b\nAssistant:", false),
+            (" c\n", true),
+        ]);
+        assert_eq!(rendered(ROLES, CHAT), expected);
+        let padded = CHAT.replace("\"a\"", "\"  a \"");
+        assert_ne!(padded, CHAT);
+        assert_eq!(rendered(ROLES, &padded), expected);
+        // Without a role, the space belongs to the answer.
+        const BRACKETS: &str = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
+            {% else %} {{ m.content }} </s>{% endif %}{% endfor %}";
+        let expected = parts(&[
+            ("[INST] Hi\n [/INST]", false),
+            (" a </s>", true),
+            ("[INST] b [/INST]", false),
+            (" c </s>", true),
+        ]);
+        assert_eq!(rendered(BRACKETS, CHAT), expected);
     }
 
     #[test]

@@ -107,11 +107,18 @@ pub(crate) struct DataArgs {
         value_enum,
         value_name = "FORMAT",
         requires = "data",
+        conflicts_with = "synthetic",
         hide_short_help = true
     )]
     pub(crate) data_format: Option<DataFormat>,
     /// Field with the text of a document in JSONL or Parquet [default: text]
-    #[arg(long, value_name = "FIELD", requires = "data", hide_short_help = true)]
+    #[arg(
+        long,
+        value_name = "FIELD",
+        requires = "data",
+        conflicts_with = "synthetic",
+        hide_short_help = true
+    )]
     pub(crate) text_field: Option<String>,
     /// Field with the prompt of a document in JSONL or Parquet; with --completion-field
     ///
@@ -121,7 +128,7 @@ pub(crate) struct DataArgs {
         long,
         value_name = "FIELD",
         requires_all = ["data", "completion_field"],
-        conflicts_with = "text_field",
+        conflicts_with_all = ["text_field", "synthetic"],
         hide_short_help = true
     )]
     pub(crate) prompt_field: Option<String>,
@@ -130,6 +137,7 @@ pub(crate) struct DataArgs {
         long,
         value_name = "FIELD",
         requires = "prompt_field",
+        conflicts_with = "synthetic",
         hide_short_help = true
     )]
     pub(crate) completion_field: Option<String>,
@@ -142,7 +150,7 @@ pub(crate) struct DataArgs {
         long,
         value_name = "FIELD",
         requires = "data",
-        conflicts_with_all = ["text_field", "prompt_field"],
+        conflicts_with_all = ["text_field", "prompt_field", "synthetic"],
         hide_short_help = true
     )]
     pub(crate) chat_field: Option<String>,

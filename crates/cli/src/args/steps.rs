@@ -26,7 +26,7 @@ pub(crate) struct ConsolidateArgs {
     /// Usually the folder that training used as --init. Generation settings are in generation_config.json.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// With --format hugging-face: add the adapters of a --lora step to the weights of --init, and write a whole model
+    /// Add the adapters of a --lora step to the weights of --init, and write a Hugging Face folder with the whole model
     #[arg(long, requires = "init", conflicts_with = "max_shard_size")]
     pub(crate) merge: bool,
     /// Replace an existing file; an existing folder must be empty

@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::path::Path;
 
 use burn_fsdp::internals::checkpoint::{
     Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
     consolidate_to_folder,
 };
-use burn_fsdp_models::{ModelConfig, ParameterSpec};
+use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec, WeightsFile};
 use serde_json::Value;
 
 use crate::adapters::Adapters;
@@ -32,25 +33,18 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
 }
 
 fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
-    let is_folder = args.format == FormatArg::HuggingFace || args.max_shard_size.is_some();
+    let is_hugging_face = args.format == FormatArg::HuggingFace || args.merge;
+    let is_folder = is_hugging_face || args.max_shard_size.is_some();
     let is_full = || fs::read_dir(&args.out).is_ok_and(|mut entries| entries.next().is_some());
     if args.overwrite && is_folder && is_full() {
         let path = args.out.clone();
         return Err(InputError::FullFolder { path }.into());
     }
-    if args.format == FormatArg::HuggingFace {
+    if is_hugging_face {
         return match (args.merge, &args.init) {
             (true, Some(init)) => merge::write(args, step, init),
             _ => write_hugging_face(args, step),
         };
-    }
-    if args.merge {
-        return Err(InputError::Excludes {
-            first: "--merge",
-            second: "--format safetensors",
-            reason: "a merged model needs its configuration; pass --format hugging-face",
-        }
-        .into());
     }
     if args.init.is_some() {
         return Err(InputError::Excludes {
@@ -125,6 +119,9 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     };
     beside.complete(&mut sizes);
     let adapters = Adapters::of_step(&step.index().training);
+    if let (Some(adapters), Some(init)) = (&adapters, &args.init) {
+        check_base(step, &model, adapters, init)?;
+    }
     let (table, file_name, config_name, config) = match adapters {
         None => (table(step)?, "model", "config.json", sizes),
         Some(adapters) => (
@@ -146,6 +143,28 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     let write_as = |tensor: &TensorEntry| table.get(&tensor.name).cloned();
     let written = consolidate_to_folder(step, &args.out, &config, write_as);
     Ok(written.map_err(InputError::from)?)
+}
+
+/// Checks that a step's adapters belong to the weights of a folder, if it has any.
+fn check_base(
+    step: &Step,
+    model: &ModelConfig,
+    adapters: &Adapters,
+    init: &Path,
+) -> Result<(), InputError> {
+    fn base<A: Architecture>(sizes: A, adapters: &Adapters, init: &Path) -> Option<Adapters> {
+        let weights = WeightsFile::open(init, sizes).ok()?;
+        Adapters::of_weights(adapters.sizes, &weights).ok()
+    }
+    let base = match *model {
+        ModelConfig::Gpt(sizes) => base(sizes, adapters, init),
+        ModelConfig::Llama(sizes) => base(sizes, adapters, init),
+        ModelConfig::Gpt2(sizes) => base(sizes, adapters, init),
+    };
+    match base {
+        Some(base) => base.check(&step.index().training).map_err(|error| *error),
+        None => Ok(()),
+    }
 }
 
 pub(super) fn text_of(json: &Value) -> Vec<u8> {

@@ -156,7 +156,7 @@ impl Job {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
         let codec = codec(&args, step.as_ref(), &model, ranks.have_first())?;
-        let prompt = codec.encode(&args.prompt)?;
+        let prompt = codec::prompt(&codec, &args.prompt)?;
         check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
         if let Some(folder) = &args.init
             && ranks.have_first()
@@ -164,7 +164,11 @@ impl Job {
             warn_of_rules(folder, &args)?;
         }
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
-        let ends = ends.transpose()?.unwrap_or_default();
+        let mut ends = ends.transpose()?.unwrap_or_default();
+        for stop in &args.stop {
+            // Such a token is not in the decoded text.
+            ends.extend(codec::special(&codec, stop)?);
+        }
         if prompt.is_empty() {
             Err(InputError::EmptyPrompt)
         } else {

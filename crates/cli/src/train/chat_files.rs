@@ -13,6 +13,9 @@ const TEMPLATE: &str = "chat_template.jinja";
 /// Settings of a tokenizer, among them the names of its special tokens.
 const SETTINGS: &str = "tokenizer_config.json";
 
+/// The names of special tokens, where the settings do not have them.
+const SPECIAL: &str = "special_tokens_map.json";
+
 /// A chat template, and the names of special tokens that it uses.
 #[derive(Debug, Clone)]
 pub(crate) struct ChatFiles {
@@ -26,13 +29,7 @@ impl ChatFiles {
     pub(crate) fn beside(tokenizer: &Path) -> Result<Self, InputError> {
         let folder = tokenizer.parent().unwrap_or(Path::new("."));
         let (own, settings_path) = (folder.join(TEMPLATE), folder.join(SETTINGS));
-        let settings = match read(&settings_path)? {
-            None => Value::Null,
-            Some(text) => serde_json::from_str(&text).map_err(|error| InputError::ChatFile {
-                path: settings_path.clone(),
-                problem: error.to_string(),
-            })?,
-        };
+        let settings = json_of(&settings_path)?;
         let template = match read(&own)? {
             Some(template) => Some(template),
             None => template_of(&settings),
@@ -44,12 +41,31 @@ impl ChatFiles {
                 settings_path.display()
             ),
         })?;
-        let special_names = ["bos_token", "eos_token"].map(|name| name_of(&settings[name]));
+        let map = json_of(&folder.join(SPECIAL))?;
+        let special_names = ["bos_token", "eos_token"].map(|name| {
+            let own = name_of(&settings[name]);
+            if own.is_empty() {
+                name_of(&map[name])
+            } else {
+                own
+            }
+        });
         Ok(Self {
             template,
             special_names,
         })
     }
+}
+
+/// Reads a JSON file; null if there is none.
+fn json_of(path: &Path) -> Result<Value, InputError> {
+    let Some(text) = read(path)? else {
+        return Ok(Value::Null);
+    };
+    serde_json::from_str(&text).map_err(|error| InputError::ChatFile {
+        path: path.to_owned(),
+        problem: error.to_string(),
+    })
 }
 
 /// Reads a text file, or returns `None` if there is none.

@@ -153,7 +153,7 @@ impl Documents {
         args: &TrainArgs,
         path: &Path,
         codec: TextCodec,
-        warnings: Vec<String>,
+        mut warnings: Vec<String>,
     ) -> Result<Self, InputError> {
         let fields = fields_of(&args.data);
         let mut config = DataConfig::new(path, args.model.seq);
@@ -166,9 +166,17 @@ impl Documents {
         config.packing = packing_of(&fields);
         config.seed = args.model.seed;
         config.held_out = HELD_OUT;
+        let end = end_of_text(args)?;
+        if end.is_none() && matches!(fields, Fields::Completion { .. }) {
+            warnings.push(
+                "the end of a completion is not learned, because no token ends a text: bytes have none, and a tokenizer's \
+                 is `eos_token_id` in the folder of --init"
+                    .to_owned(),
+            );
+        }
         let tokenizer = CodecTokenizer {
             codec: codec.clone(),
-            end: end_of_text(args)?,
+            end,
             chat: match (&fields, &codec) {
                 (Fields::Chat(_), TextCodec::Tokenizer(tokenizer)) => {
                     Some(ChatFiles::beside(tokenizer.path())?)

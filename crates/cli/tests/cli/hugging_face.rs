@@ -724,8 +724,8 @@ fn adapters_are_merged_into_the_weights() {
             "belong to weights with checksum",
         ),
         (
-            "consolidate llama-steps again --merge --init llama".to_owned(),
-            "--format hugging-face",
+            "consolidate llama-steps again --format hugging-face --init other".to_owned(),
+            "belong to weights with checksum",
         ),
         (
             "consolidate llama-steps llama-merged --format hugging-face --merge --init llama"

@@ -292,6 +292,10 @@ fn missing_fields_and_templates_are_named() {
             &["pairs.jsonl", "`reply`"],
         ),
         (
+            "--synthetic --chat-field messages",
+            &["--synthetic", "--chat-field"],
+        ),
+        (
             "--data pairs.jsonl --chat-field messages --text-field question",
             &["--chat-field", "--text-field"],
         ),
