@@ -381,10 +381,7 @@ pub(crate) enum InputError {
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
-    #[error(
-        "{}: {problem}; --chat-field needs the chat template of the model, which instruction-tuned models have beside \
-         tokenizer.json", path.display()
-    )]
+    #[error("{}: {problem}; --chat-field needs the chat template of a model for chats", path.display())]
     ChatFile { path: PathBuf, problem: String },
 
     #[error(transparent)]

@@ -63,24 +63,9 @@ pub(crate) struct InspectArgs {
     pub(crate) json: bool,
 }
 
+/// How the next token is chosen.
 #[derive(Debug, Clone, Args)]
-pub(crate) struct GenerateArgs {
-    /// Folder of a saved step, or a checkpoint folder to use its newest step
-    pub(crate) step: Option<PathBuf>,
-    /// Hugging Face folder instead of a step, or the base model of a --lora step
-    #[arg(long, value_name = "FOLDER")]
-    pub(crate) init: Option<PathBuf>,
-    /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Text to continue
-    #[arg(long)]
-    pub(crate) prompt: String,
-    /// Maximum number of tokens to generate; a model from --init may stop earlier
-    ///
-    /// Counts bytes if there is no tokenizer.
-    #[arg(long, alias = "bytes", default_value_t = 200)]
-    pub(crate) tokens: usize,
+pub(crate) struct ChoiceArgs {
     /// Sampling temperature; 0 always picks the most likely token
     #[arg(long, default_value_t = crate::text::TEMPERATURE, allow_negative_numbers = true)]
     pub(crate) temperature: f64,
@@ -103,6 +88,28 @@ pub(crate) struct GenerateArgs {
         allow_negative_numbers = true
     )]
     pub(crate) repetition_penalty: f64,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct GenerateArgs {
+    /// Folder of a saved step, or a checkpoint folder to use its newest step
+    pub(crate) step: Option<PathBuf>,
+    /// Hugging Face folder instead of a step, or the base model of a --lora step
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) init: Option<PathBuf>,
+    /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tokenizer: Option<TokenizerArg>,
+    /// Text to continue
+    #[arg(long)]
+    pub(crate) prompt: String,
+    /// Maximum number of tokens to generate; a model from --init may stop earlier
+    ///
+    /// Counts bytes if there is no tokenizer.
+    #[arg(long, alias = "bytes", default_value_t = 200)]
+    pub(crate) tokens: usize,
+    #[command(flatten)]
+    pub(crate) choice: ChoiceArgs,
     /// End before this text; may be repeated
     #[arg(long, value_name = "TEXT")]
     pub(crate) stop: Vec<String>,

@@ -31,6 +31,11 @@ pub(crate) struct Beside {
     ids: Vec<(&'static str, Value)>,
 }
 
+/// Returns JSON as the text of a file.
+pub(super) fn text_of(json: &Value) -> Vec<u8> {
+    format!("{json:#}\n").into_bytes()
+}
+
 impl Beside {
     /// Reads a folder whose model must have the same sizes as `model`. Token ids of another model would be wrong for
     /// it.

@@ -9,13 +9,12 @@ use burn_fsdp::internals::checkpoint::{
     consolidate_to_folder,
 };
 use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec, WeightsFile};
-use serde_json::Value;
 
 use crate::adapters::Adapters;
 use crate::args::{ConsolidateArgs, FormatArg, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
-use crate::steps::beside::Beside;
+use crate::steps::beside::{Beside, text_of};
 use crate::steps::merge;
 use crate::steps::open::with_step;
 use crate::steps::peft;
@@ -165,10 +164,6 @@ fn check_base(
         Some(base) => base.check(&step.index().training).map_err(|error| *error),
         None => Ok(()),
     }
-}
-
-pub(super) fn text_of(json: &Value) -> Vec<u8> {
-    format!("{json:#}\n").into_bytes()
 }
 
 /// Returns the configuration of the saved model, if this command supports it.

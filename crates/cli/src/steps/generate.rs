@@ -62,7 +62,7 @@ fn warn_of_rules(folder: &Path, args: &GenerateArgs) -> Result<(), InputError> {
     let mut rules = ModelConfig::generation_rules(folder)?;
     // The user chose these.
     rules.retain(|rule| match *rule {
-        "repetition_penalty" => args.repetition_penalty == 1.0,
+        "repetition_penalty" => args.choice.repetition_penalty == 1.0,
         "stop_strings" => args.stop.is_empty(),
         _ => true,
     });
@@ -83,7 +83,7 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     let zeros = [
         ("--ranks", args.ranks == Some(0)),
         ("--deadline", args.deadline == 0),
-        ("--top-k", args.top_k == Some(0)),
+        ("--top-k", args.choice.top_k == Some(0)),
     ];
     if let Some((flag, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
         return Err(InputError::Zero { flag });
@@ -91,8 +91,8 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     if args.stop.iter().any(String::is_empty) {
         return Err(InputError::EmptyStop);
     }
-    let (temperature, top_p) = (args.temperature, args.top_p);
-    let penalty = args.repetition_penalty;
+    let (temperature, top_p) = (args.choice.temperature, args.choice.top_p);
+    let penalty = args.choice.repetition_penalty;
     let ranges = [
         (
             "--temperature",
@@ -222,10 +222,10 @@ impl Job {
             seed: self.args.seed,
             stops: self.args.stop.clone(),
             choice: Choice {
-                repetition_penalty: self.args.repetition_penalty,
-                temperature: self.args.temperature,
-                top_k: self.args.top_k,
-                top_p: self.args.top_p,
+                repetition_penalty: self.args.choice.repetition_penalty,
+                temperature: self.args.choice.temperature,
+                top_k: self.args.choice.top_k,
+                top_p: self.args.choice.top_p,
             },
             device: Device::flex(),
         };

@@ -16,8 +16,7 @@ use burn_fsdp_models::{
 use crate::adapters::{AdapterSizes, Adapters};
 use crate::args::ConsolidateArgs;
 use crate::error::{Failure, InputError};
-use crate::steps::beside::Beside;
-use crate::steps::consolidate::text_of;
+use crate::steps::beside::{Beside, text_of};
 use crate::steps::generate::adapted_model;
 
 /// The file of the merged weights.
