@@ -11,7 +11,6 @@ use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp::compile::{
     CompiledStep, Evaluation, Mode, Options, compile, restore_compiled, snapshot_compiled,
 };
-use burn_fsdp::internals::checkpoint::{GroupRendezvous, SaveRequest, TrainingState, save_step};
 use burn_fsdp::internals::compile::graph::{Graph, Node, Phase, Role, Update};
 use burn_fsdp::internals::compile::passes::schedule::OptimizerPlace;
 use burn_fsdp::internals::compile::passes::{GraphTransform, PassId, PassState};
@@ -21,6 +20,7 @@ use burn_fsdp::{ShardPolicy, checkpoint::restore};
 use burn_ir::{BinaryOpIr, NumericOperationIr, OperationIr, ScalarIr, ScalarOpIr, TensorId};
 
 use crate::fixed::Fixed;
+use crate::saving::save_taken;
 
 const RATE: f64 = 1e-2;
 const KEPT: f32 = 0.75;
@@ -260,21 +260,8 @@ fn micro_batches_update_states_and_evaluations_do_not() {
 
 fn save(step: &mut Step, number: u64, folder: &Path, world: ProcessGroup) -> Result<(), Error> {
     let mesh = Mesh::line("shard", world.size())?;
-    let mut taken = snapshot_compiled(step, &mesh, "shard")?;
-    let training = TrainingState {
-        step: number,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut meet = GroupRendezvous::new(world);
-    save_step(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
+    let taken = snapshot_compiled(step, &mesh, "shard")?;
+    save_taken(folder, world, taken, number)
 }
 
 /// Trains up to step `until` from the newest step of a folder, and saves. Returns the states and the new losses.
