@@ -117,6 +117,7 @@ pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
 pub use optim::elementwise::{
     Probe, check_elementwise, check_elementwise_once, check_same_optimizer,
 };
+pub use optim::full_gradients::{full_gradients, shard_gradients};
 pub use optim::gradients::{
     UnitGradients, gradients_by_unit, owner_groups, params_with_gradient, shard_groups,
     units_of_params,

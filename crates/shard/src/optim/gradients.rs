@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{Shape, Tensor};
 use burn_fsdp_collectives::{Label, ProcessGroup};
 
 use crate::error::Error;
@@ -189,19 +189,25 @@ pub fn gradients_by_unit<M: Module>(
 }
 
 /// A parameter of a module, for access to its gradient.
-struct Parameter<'a> {
-    path: &'a str,
+pub(super) struct Parameter<'a> {
+    pub(super) path: &'a str,
     id: ParamId,
     /// The sharded parameter, if a unit manages it.
-    member: Option<&'a Member>,
+    pub(super) member: Option<&'a Member>,
     by_rank: ByRank,
+    /// The id that a plain copy of the module has for the parameter.
+    plain_id: ParamId,
+    /// Functions with the number of dims in a plain copy.
+    by_plain_rank: ByRank,
 }
 
 /// Functions on gradients with the parameter's number of dims.
 #[derive(Clone, Copy)]
 struct ByRank {
     get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
+    shape: fn(&GradientsParams, ParamId) -> Option<Shape>,
     scale: fn(&mut GradientsParams, ParamId, f64),
+    register: fn(&mut GradientsParams, ParamId, Tensor<1>, Shape),
     transfer: fn(&mut GradientsParams, &mut GradientsParams, ParamId),
 }
 
@@ -213,10 +219,14 @@ impl ByRank {
                 let len = gradient.shape().num_elements();
                 Some(gradient.reshape([len]))
             },
+            shape: |gradients, id| Some(gradients.get::<D>(id)?.shape()),
             scale: |gradients, id, factor| {
                 if let Some(gradient) = gradients.remove::<D>(id) {
                     gradients.register(id, gradient.mul_scalar(factor));
                 }
+            },
+            register: |gradients, id, flat, shape| {
+                gradients.register(id, flat.reshape::<D, _>(shape));
             },
             transfer: |from, to, id| {
                 if let Some(gradient) = from.remove::<D>(id) {
@@ -228,17 +238,58 @@ impl ByRank {
 }
 
 impl Parameter<'_> {
-    fn gradient(&self, gradients: &GradientsParams) -> Option<Tensor<1>> {
+    /// Returns this rank's part of the gradient, flat.
+    pub(super) fn gradient(&self, gradients: &GradientsParams) -> Option<Tensor<1>> {
         (self.by_rank.get)(gradients, self.id)
     }
 
-    /// Scales the parameter's gradient. If ranks compare bytes, first checks that the gradient is unchanged, and seals
-    /// the result.
+    /// Returns the shape of this rank's part of the gradient.
+    pub(super) fn shape(&self, gradients: &GradientsParams) -> Option<Shape> {
+        (self.by_rank.shape)(gradients, self.id)
+    }
+
+    /// Registers this rank's part of the gradient, in the shape that optimizers see.
+    pub(super) fn register(&self, gradients: &mut GradientsParams, part: Tensor<1>, shape: Shape) {
+        (self.by_rank.register)(gradients, self.id, part, shape);
+    }
+
+    /// Returns the shape and the elements of the gradient of the parameter in a plain copy of the module.
+    pub(super) fn plain_gradient(&self, gradients: &GradientsParams) -> Option<(Shape, Tensor<1>)> {
+        let shape = (self.by_plain_rank.shape)(gradients, self.plain_id)?;
+        let flat = (self.by_plain_rank.get)(gradients, self.plain_id)?;
+        Some((shape, flat))
+    }
+
+    /// Registers a whole gradient for the parameter in a plain copy of the module.
+    pub(super) fn register_plain(
+        &self,
+        gradients: &mut GradientsParams,
+        whole: Tensor<1>,
+        shape: Shape,
+    ) {
+        (self.by_plain_rank.register)(gradients, self.plain_id, whole, shape);
+    }
+
+    /// Scales the parameter's gradient.
     fn scale_sealed(
         &self,
         roots: &[Arc<Root>],
         gradients: &mut GradientsParams,
         factor: f64,
+    ) -> Result<(), Error> {
+        self.changed_sealed(roots, gradients, "the scaled gradient", |gradients| {
+            (self.by_rank.scale)(gradients, self.id, factor);
+        })
+    }
+
+    /// Calls `change`, which changes the parameter's gradient to what `called` describes. If ranks compare bytes, first
+    /// checks that the gradient is unchanged, and seals the result.
+    pub(super) fn changed_sealed(
+        &self,
+        roots: &[Arc<Root>],
+        gradients: &mut GradientsParams,
+        called: &str,
+        change: impl FnOnce(&mut GradientsParams),
     ) -> Result<(), Error> {
         let sealed = self.member.and_then(|member| {
             let generation = &member.generation;
@@ -247,26 +298,20 @@ impl Parameter<'_> {
             root.group.compares_bytes().then_some((root, member, leaf))
         });
         let Some((root, member, leaf)) = sealed else {
-            self.scale(gradients, factor);
+            change(gradients);
             return Ok(());
         };
         root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
-        self.scale(gradients, factor);
-        let scaled = self.gradient(gradients).and_then(|scaled| {
-            let what = member
-                .generation
-                .named_as("the scaled gradient", member.index);
-            Held::new(&root.group, plain(scaled), Label::from(what))
+        change(gradients);
+        let changed = self.gradient(gradients).and_then(|changed| {
+            let what = member.generation.named_as(called, member.index);
+            Held::new(&root.group, plain(changed), Label::from(what))
         });
-        root.with_waiting(|waiting| waiting.replace(leaf, scaled));
+        root.with_waiting(|waiting| waiting.replace(leaf, changed));
         Ok(())
     }
 
-    fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
-        (self.by_rank.scale)(gradients, self.id, factor);
-    }
-
-    fn transfer(&self, from: &mut GradientsParams, to: &mut GradientsParams) {
+    pub(super) fn transfer(&self, from: &mut GradientsParams, to: &mut GradientsParams) {
         (self.by_rank.transfer)(from, to, self.id);
     }
 
@@ -278,7 +323,7 @@ impl Parameter<'_> {
         })
     }
 
-    fn share(&self) -> Share {
+    pub(super) fn share(&self) -> Share {
         match self.member {
             Some(member) if member.slot().is_gathered() => {
                 Share::Shard(member.generation.unit.groups.shard.clone())
@@ -291,7 +336,7 @@ impl Parameter<'_> {
 
 /// Calls `body` for each parameter of `module` in module order, managed or not. Running states are also passed, as
 /// unmanaged parameters.
-fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
+pub(super) fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     let mut members = inspect::fields(module).into_iter().peekable();
     let mut plain = Plain::default();
     inspect::visit(module, &mut plain);
@@ -312,6 +357,8 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
                 // The stand-in's functions, since it has the parameter's number of dims.
                 _ => *by_rank,
             },
+            plain_id: *id,
+            by_plain_rank: *by_rank,
         };
         if seen.insert(parameter.id) {
             body(&parameter);

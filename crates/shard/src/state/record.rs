@@ -148,16 +148,33 @@ pub(crate) fn save<const D: usize>(
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {
+    joined(
+        generation,
+        index,
+        "whole value",
+        generation.value(index).inner(),
+    )
+}
+
+/// Returns a whole tensor of the parameter's shape and stored type, of which each rank passes the elements that it
+/// holds of the parameter, flat and without autodiff. `what` describes the tensor in errors.
+///
+/// Collective.
+pub(crate) fn joined(
+    generation: &Generation,
+    index: usize,
+    what: &str,
+    part: Tensor<1>,
+) -> Result<Tensor<1>, Error> {
     let unit = &generation.unit;
     let slot = &unit.slots[index];
-    let value = generation.value(index).inner();
     let device = generation.device(index).without_autodiff();
     if !slot.is_gathered() {
-        return Ok(value.to_device(&device));
+        return Ok(part.to_device(&device));
     }
-    let part = slot.part(tensors::source(value, None), slot.elements.stored);
+    let part = slot.part(tensors::source(part, None), slot.elements.stored);
     let into = BufferPool::new().take(slot.full_bytes());
-    let label = format!("{} whole value", slot.path);
+    let label = format!("{} {what}", slot.path);
     let group = &unit.groups.shard;
     let received = group
         .start_all_gather(label, Vec::new(), vec![part], vec![into])?

@@ -22,6 +22,7 @@ mod elementwise;
 mod fake;
 mod first_step;
 mod full;
+mod full_gradients;
 mod gradients;
 mod identity;
 mod lora;
