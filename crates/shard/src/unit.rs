@@ -1,6 +1,7 @@
 //! A unit: the parameters that are gathered, freed and reduced together.
 
 use std::ops::Deref;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use burn::tensor::DType;
@@ -10,6 +11,7 @@ use parking_lot::Mutex;
 
 use crate::policy::DivideFactors;
 use crate::read::Named;
+use crate::schedule::Operation;
 use crate::spec::{UnitSpec, averaging};
 
 /// The first stride: the number of graph levels between two successive uses of units. It exceeds the depth of a
@@ -41,6 +43,16 @@ pub(crate) struct Switches {
     pub(crate) reshard_after_backward: AtomicBool,
     /// The divisors of gradients; `None` for the number of ranks.
     pub(crate) factors: Mutex<Option<DivideFactors>>,
+    /// The units to gather ahead of their use, in forward and in backward, when this unit has been gathered. `None`
+    /// selects the next units in the order.
+    pub(crate) prefetch: Mutex<Prefetch>,
+}
+
+/// The units to gather when a unit has been gathered, by direction.
+#[derive(Default)]
+pub(crate) struct Prefetch {
+    pub(crate) forward: Option<Vec<Weak<Unit>>>,
+    pub(crate) backward: Option<Vec<Weak<Unit>>>,
 }
 
 /// A unit of a sharded module on one rank: its fixed properties and its mutable state.
@@ -98,6 +110,7 @@ impl Unit {
                 all_reduce: AtomicBool::new(true),
                 reshard_after_backward: AtomicBool::new(true),
                 factors: Mutex::new(factors),
+                prefetch: Mutex::default(),
             },
             index: AtomicUsize::new(0),
             stride: AtomicUsize::new(FIRST_STRIDE),
@@ -132,6 +145,22 @@ impl Unit {
 
     pub(crate) fn syncs(&self) -> bool {
         self.switches.sync.load(Ordering::Relaxed)
+    }
+
+    /// Returns the gathers that the program listed for the time after `gather`, which is a gather of this unit. Returns
+    /// `None` without a list.
+    pub(crate) fn listed_after(&self, gather: Operation) -> Option<Vec<Operation>> {
+        let prefetch = self.switches.prefetch.lock();
+        let (units, operation): (_, fn(usize) -> Operation) = match gather {
+            Operation::UnshardForward(_) => (&prefetch.forward, Operation::UnshardForward),
+            Operation::UnshardBackward(_) => (&prefetch.backward, Operation::UnshardBackward),
+            Operation::Reduce(_) | Operation::Finish => return None,
+        };
+        let units = units.as_ref()?.iter().filter_map(Weak::upgrade);
+        // A unit that keeps its full parameters is not gathered in backward.
+        let units =
+            units.filter(|unit| matches!(gather, Operation::UnshardForward(_)) || !unit.keeps());
+        Some(units.map(|unit| operation(unit.position())).collect())
     }
 
     pub(crate) fn factors(&self) -> Option<DivideFactors> {

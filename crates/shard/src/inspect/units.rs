@@ -1,9 +1,9 @@
 //! The public handle of a unit: its state, and its switches between steps.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
 
 use burn::module::Module;
 
@@ -211,6 +211,63 @@ impl UnitHandle {
         }
         *self.unit.switches.factors.lock() = factors.into();
         Ok(())
+    }
+
+    /// Sets the units whose gathers for forward start as soon as this unit has been gathered for forward, like
+    /// `set_modules_to_forward_prefetch` in PyTorch. They replace the next units in the recorded order, whose number
+    /// [`ShardPolicy::prefetch`](crate::ShardPolicy::prefetch) sets; `None` selects these again. An empty list gathers
+    /// nothing ahead. Unlike the recorded order, a list is already used in the first step.
+    ///
+    /// List units that are used soon after this one: each listed unit's full parameters exist from then on. Where a
+    /// listed unit is not used next in the same direction, later steps leave it out. All ranks must set the same lists.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward; [`Error::Option`] for a unit of another module.
+    pub fn set_forward_prefetch<'a>(
+        &self,
+        units: impl Into<Option<&'a [UnitHandle]>>,
+    ) -> Result<(), Error> {
+        let units = self.prefetchable("set_forward_prefetch", units.into())?;
+        self.unit.switches.prefetch.lock().forward = units;
+        Ok(())
+    }
+
+    /// Sets the units whose gathers for backward start as soon as this unit has been gathered for backward, like
+    /// [`set_forward_prefetch`](Self::set_forward_prefetch). Backward uses units in reverse order. A unit that keeps its
+    /// full parameters after forward is not gathered.
+    ///
+    /// # Errors
+    ///
+    /// As [`set_forward_prefetch`](Self::set_forward_prefetch).
+    pub fn set_backward_prefetch<'a>(
+        &self,
+        units: impl Into<Option<&'a [UnitHandle]>>,
+    ) -> Result<(), Error> {
+        let units = self.prefetchable("set_backward_prefetch", units.into())?;
+        self.unit.switches.prefetch.lock().backward = units;
+        Ok(())
+    }
+
+    /// Checks the units that `option` lists for prefetching.
+    fn prefetchable(
+        &self,
+        option: &'static str,
+        units: Option<&[UnitHandle]>,
+    ) -> Result<Option<Vec<Weak<Unit>>>, Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        let mut all = units.into_iter().flatten();
+        if let Some(other) = all.find(|other| !Arc::ptr_eq(&self.root, &other.root)) {
+            return Err(Error::Option {
+                option,
+                expected: "units of the same sharded module",
+                got: format!("unit `{}` of another module", other.name()),
+            });
+        }
+        Ok(units.map(|units| {
+            let units = units.iter().map(|handle| Arc::downgrade(&handle.unit));
+            units.collect()
+        }))
     }
 
     fn switch(&self, switch: &AtomicBool, on: bool) -> Result<(), Error> {

@@ -78,7 +78,9 @@ fn gather(
 
 /// Returns this rank's part of a gradient that only other ranks have.
 fn no_part_of(member: &Member) -> Tensor<1> {
-    let elements = member.slot().held_range(member.generation.unit.groups.shard.rank());
+    let elements = member
+        .slot()
+        .held_range(member.generation.unit.groups.shard.rank());
     Tensor::zeros(
         [elements.len()],
         (

@@ -18,7 +18,7 @@ impl Progress {
     ) -> Result<(), Error> {
         let position = loop {
             let position = self.advance(root, operation)?;
-            match self.order.take_prefetched(position) {
+            match self.order.take_prefetched(operation, position) {
                 None if generation.life.is_sharded() => root.start_gather(generation, operation)?,
                 None => {}
                 Some(ahead) if ahead.is_for(generation) => {}
@@ -27,13 +27,13 @@ impl Progress {
                     ahead.discard();
                     let order = self.order.current();
                     position.into_iter().for_each(|place| order.mislead(place));
-                    self.prefetch_after(root, position)?;
+                    self.prefetch_after(root, operation, position)?;
                     continue;
                 }
             }
             break position;
         };
-        self.prefetch_after(root, position)?;
+        self.prefetch_after(root, operation, position)?;
         let marks = root.finish_gather(generation)?;
         if self.phase == Phase::Forward && !generation.unit.keeps() {
             let unit = &generation.unit;
@@ -57,7 +57,9 @@ impl Progress {
             let agreed = match self.order.current().next(wanted) {
                 Next::Issue(step) => Some(step),
                 Next::Agree => {
-                    self.order.discard_prefetched();
+                    // All ranks leave the recorded order here. What they agreed to prefetch stays.
+                    self.order
+                        .discard_prefetched_if(|ahead| ahead.position.is_some());
                     let label = root.label(format_args!("agree on the next operation"));
                     let order = self.order.current();
                     let wishes = order.ask_all(wanted, &root.group, label)?;
@@ -72,6 +74,14 @@ impl Progress {
                     None => return Ok(None),
                 },
             };
+            if !matches!(step.operation, Operation::UnshardForward(_)) {
+                // Forward did not use them.
+                let is_left = |ahead: &Ahead| {
+                    ahead.position.is_none()
+                        && matches!(ahead.operation, Operation::UnshardForward(_))
+                };
+                self.order.discard_prefetched_if(is_left);
+            }
             if step.wanted {
                 return Ok(step.position);
             }
@@ -105,7 +115,7 @@ impl Progress {
     ) -> Result<(), Error> {
         match operation {
             Operation::UnshardForward(_) | Operation::UnshardBackward(_) => {
-                let ahead = self.order.take_prefetched(position);
+                let ahead = self.order.take_prefetched(operation, position);
                 let forward = matches!(operation, Operation::UnshardForward(_));
                 let generation = match &ahead {
                     Some(ahead) => ahead.generation.clone(),
@@ -126,7 +136,7 @@ impl Progress {
                         None => root.join_gather(&generation, operation)?,
                     }
                 }
-                self.prefetch_after(root, position)
+                self.prefetch_after(root, operation, position)
             }
             Operation::Reduce(_) => {
                 let generation = self.copy_in_use(root, operation)?;
@@ -160,36 +170,88 @@ impl Progress {
         })
     }
 
-    /// Starts the gathers that follow `position` in the order, up to the prefetch limit. This depends only on the
-    /// order, so it is the same on all ranks.
-    fn prefetch_after(&mut self, root: &Root, position: Option<usize>) -> Result<(), Error> {
-        let Some(position) = position else {
-            return Ok(());
-        };
-        let mut last = self
-            .order
-            .prefetched
-            .back()
-            .map_or(position, |a| a.position);
+    /// Starts the gathers that follow `operation` at `position`: those of the units that the program listed for its unit,
+    /// or else the next ones in the order, up to the prefetch limit. This depends only on the order and on the lists, so
+    /// it is the same on all ranks.
+    fn prefetch_after(
+        &mut self,
+        root: &Root,
+        operation: Operation,
+        position: Option<usize>,
+    ) -> Result<(), Error> {
+        let listed = operation
+            .unit()
+            .and_then(|unit| root.unit(unit)?.listed_after(operation));
+        match (listed, position) {
+            (Some(listed), _) => self.prefetch_listed(root, &listed, position),
+            (None, Some(position)) => self.prefetch_in_order(root, position),
+            // The first step does not know its order yet.
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn prefetch_in_order(&mut self, root: &Root, position: usize) -> Result<(), Error> {
+        let last = self.order.prefetched.back();
+        let mut last = last.and_then(|ahead| ahead.position).unwrap_or(position);
         while self.order.prefetched.len() < root.prefetch {
             let order = self.order.current();
             let Some((next, operation)) = order.following_unshard(position, last) else {
                 break;
             };
-            let generation = self.copy_in_use(root, operation)?;
-            let is_joined = !generation.life.is_sharded();
-            if is_joined {
-                drop(root.start_join(&generation, operation)?)
-            } else {
-                root.start_gather(&generation, operation)?
-            }
-            self.order.prefetched.push_back(Ahead {
-                position: next,
-                generation,
-                is_joined,
-            });
+            self.start_ahead(root, operation, Some(next))?;
             last = next;
         }
+        Ok(())
+    }
+
+    /// Starts the gathers in `listed`. In the recorded order, these are the next ones after `position`. While ranks
+    /// agree on operations, all of them start the gathers here, and later find that they have started.
+    fn prefetch_listed(
+        &mut self,
+        root: &Root,
+        listed: &[Operation],
+        position: Option<usize>,
+    ) -> Result<(), Error> {
+        let held = root.held();
+        for &operation in listed {
+            // No module may hold a listed unit any more.
+            if operation.unit().and_then(|unit| held.get(unit)) != Some(&true) {
+                continue;
+            }
+            let order = self.order.current();
+            let next = match position {
+                Some(position) => match order.next_unshard(position, operation) {
+                    Some(next) => Some(next),
+                    None => continue,
+                },
+                None => None,
+            };
+            if !self.order.has_prefetched(operation, next) {
+                self.start_ahead(root, operation, next)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn start_ahead(
+        &mut self,
+        root: &Root,
+        operation: Operation,
+        position: Option<usize>,
+    ) -> Result<(), Error> {
+        let generation = self.copy_in_use(root, operation)?;
+        let is_joined = !generation.life.is_sharded();
+        if is_joined {
+            drop(root.start_join(&generation, operation)?)
+        } else {
+            root.start_gather(&generation, operation)?
+        }
+        self.order.add_prefetched(Ahead {
+            operation,
+            position,
+            generation,
+            is_joined,
+        });
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 
 use crate::copies::{Copied, Generation};
-use crate::schedule::{Schedule, Schedules};
+use crate::schedule::{Operation, Schedule, Schedules};
 
 /// The orders of operations, and the gathers and values of the current step.
 #[derive(Default)]
@@ -20,7 +20,9 @@ pub(super) struct Order {
 
 /// A gather that was started ahead of its use.
 pub(super) struct Ahead {
-    pub(super) position: usize,
+    pub(super) operation: Operation,
+    /// Position in the recorded order; `None` if ranks agree on the operations.
+    pub(super) position: Option<usize>,
     pub(super) generation: Arc<Generation>,
     /// True if this rank takes part in the gather only for the other ranks, because it already had the full parameters
     /// or was gathering them.
@@ -46,20 +48,41 @@ impl Order {
         self.schedules.current()
     }
 
-    /// Takes the prefetched gather for `position`, if there is one.
-    pub(super) fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
-        let position = position?;
-        let first = self.prefetched.front()?;
-        if first.position == position {
-            self.prefetched.pop_front()
-        } else {
-            None
-        }
+    /// Takes the prefetched gather for `operation` at `position`, if there is one.
+    pub(super) fn take_prefetched(
+        &mut self,
+        operation: Operation,
+        position: Option<usize>,
+    ) -> Option<Ahead> {
+        let mut prefetched = self.prefetched.iter();
+        let is_it = |ahead: &Ahead| ahead.operation == operation && ahead.position == position;
+        let place = prefetched.position(is_it)?;
+        self.prefetched.remove(place)
+    }
+
+    /// Adds a prefetched gather. Those of the recorded order are kept in its order.
+    pub(super) fn add_prefetched(&mut self, ahead: Ahead) {
+        let mut prefetched = self.prefetched.iter();
+        let later = prefetched.position(|other| other.position > ahead.position);
+        self.prefetched
+            .insert(later.unwrap_or(self.prefetched.len()), ahead);
+    }
+
+    /// Returns true if `operation` at `position` has been prefetched.
+    pub(super) fn has_prefetched(&self, operation: Operation, position: Option<usize>) -> bool {
+        let mut prefetched = self.prefetched.iter();
+        prefetched.any(|ahead| ahead.operation == operation && ahead.position == position)
     }
 
     pub(super) fn discard_prefetched(&mut self) {
-        std::mem::take(&mut self.prefetched)
-            .into_iter()
-            .for_each(Ahead::discard);
+        self.discard_prefetched_if(|_| true);
+    }
+
+    /// Discards the prefetched gathers for which `is_discarded` returns true.
+    pub(super) fn discard_prefetched_if(&mut self, is_discarded: impl Fn(&Ahead) -> bool) {
+        let all = std::mem::take(&mut self.prefetched);
+        let (discarded, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(is_discarded);
+        self.prefetched = kept.into();
+        discarded.into_iter().for_each(Ahead::discard);
     }
 }

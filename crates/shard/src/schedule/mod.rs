@@ -335,11 +335,28 @@ impl Schedule {
         if std::mem::discriminant(&entry.operation) != direction || !entry.ahead {
             return None;
         }
-        // Earlier operations of the unit must be complete.
-        let unit = entry.operation.unit();
+        (!self.is_busy(position, place)).then_some((place, entry.operation))
+    }
+
+    /// Returns the place of the next `gather` after `position`, if it may already start there. The answer depends only
+    /// on the order.
+    pub(crate) fn next_unshard(&self, position: usize, gather: Operation) -> Option<usize> {
+        let direction = std::mem::discriminant(&gather);
+        let later = self.recorded.iter().enumerate().skip(position + 1);
+        let mut gathers = later.filter(|(_, entry)| entry.operation.is_gather());
+        let (place, entry) = gathers.find(|(_, entry)| {
+            entry.operation == gather || std::mem::discriminant(&entry.operation) != direction
+        })?;
+        let may_start = entry.operation == gather && entry.ahead && !self.is_busy(position, place);
+        may_start.then_some(place)
+    }
+
+    /// Returns true if operations between `position` and `place` use the unit of the operation at `place`. These must
+    /// be complete before that operation may start.
+    fn is_busy(&self, position: usize, place: usize) -> bool {
+        let unit = self.recorded[place].operation.unit();
         let mut between = self.recorded[position..place].iter();
-        let is_busy = between.any(|earlier| earlier.operation.unit() == unit);
-        (!is_busy).then_some((place, entry.operation))
+        between.any(|earlier| earlier.operation.unit() == unit)
     }
 
     pub(crate) fn marks(&self) -> &[u8] {

@@ -19,13 +19,13 @@ use super::nets::{ConvNet, MLP, Mlp, input};
 
 /// Four layers; ranks use different ones.
 #[derive(Module, Debug)]
-struct Routed {
-    layers: Vec<Linear>,
-    head: Linear,
+pub(crate) struct Routed {
+    pub(crate) layers: Vec<Linear>,
+    pub(crate) head: Linear,
 }
 
 impl Routed {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self {
             layers: (0..4)
                 .map(|_| LinearConfig::new(5, 5).init(device))
@@ -69,17 +69,17 @@ impl Routed {
     }
 }
 
-const UNEVEN: Case<Routed> = Case {
+pub(crate) const UNEVEN: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::unevenly,
 };
 
-const TWICE: Case<Routed> = Case {
+pub(crate) const TWICE: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::twice,
 };
 
-const BARE: Case<Routed> = Case {
+pub(crate) const BARE: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::barely,
 };
