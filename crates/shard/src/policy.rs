@@ -1,7 +1,7 @@
 //! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
 use burn::module::Lora;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::Precision;
@@ -36,6 +36,7 @@ pub struct ShardPolicy {
     pub(crate) axis: String,
     pub(crate) replicate_axis: Option<String>,
     pub(crate) precision: Precision,
+    pub(crate) buffers: Option<FloatDType>,
     pub(crate) factors: Option<DivideFactors>,
     pub(crate) ignored: Vec<Pattern>,
     pub(crate) reshard_to: Option<usize>,
@@ -106,6 +107,7 @@ impl ShardPolicy {
             axis: "shard".to_owned(),
             replicate_axis: None,
             precision: Precision::default(),
+            buffers: None,
             factors: None,
             ignored: Vec::new(),
             reshard_to: None,
@@ -239,6 +241,21 @@ impl ShardPolicy {
     /// Sets mixed precision. Default: everything in the type in which the module was built.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
+        self
+    }
+
+    /// Sets the type of running states, such as BatchNorm's, which they get while sharding. Default: they keep their
+    /// type.
+    ///
+    /// Burn's BatchNorm computes only in the type of its running states. If `dtype` is the compute type of
+    /// [`precision`](Self::precision), the layer trains in 16 bits unchanged. Its averages then also have 16 bits, and
+    /// lose updates below their resolution.
+    ///
+    /// The sharded module remembers the original types. Saved steps, exported tensors, summoned modules and
+    /// [`into_record`](crate::into_record) have running states in these types; only Burn's own `Module::into_record` has
+    /// them in `dtype`. This is PyTorch's `buffer_dtype`.
+    pub fn buffer_type(mut self, dtype: FloatDType) -> Self {
+        self.buffers = Some(dtype);
         self
     }
 

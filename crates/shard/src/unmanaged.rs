@@ -50,7 +50,7 @@ impl path::Visitor for Search<'_> {
         let path = place.path();
         let mut roots = self.roots.iter();
         let is_empty = param.lazy_shape().num_elements() == 0;
-        if !is_empty && !roots.any(|root| root.leaves_alone(&path, param.id)) {
+        if !is_empty && !roots.any(|root| root.known().leaves_alone(&path, param.id)) {
             self.found = Some(path);
         }
     }

@@ -2,7 +2,7 @@
 //! gradients in transit to the shards, and the buffers.
 //!
 //! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used), `order` (the
-//!   next operations), `accumulate` (gradients that wait), `reductions` (gradients in transit).
+//!   next operations), `known` (tensors that no unit manages), `accumulate` (gradients that wait), `reductions` (gradients in transit).
 //! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
 //!   reductions by the policy's hook.
 //! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and
@@ -23,6 +23,7 @@ mod evaluation;
 mod forward;
 mod gather;
 mod hooked;
+mod known;
 mod order;
 mod pass;
 mod reduce;
@@ -32,5 +33,6 @@ mod ruler;
 mod state;
 
 pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
+pub(crate) use known::{Known, Named};
 pub(crate) use pass::Place;
 pub(crate) use state::Root;

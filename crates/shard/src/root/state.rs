@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use burn::module::ParamId;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use burn_fsdp_tensors::Staged;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
 use super::audited::Audited;
+use super::known::Known;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
@@ -46,8 +46,7 @@ pub(crate) struct Root {
     /// False if reduced gradients stay in the shards until a later backward.
     pub(super) is_last: AtomicBool,
     pub(crate) trial: Trial,
-    /// Paths and ids of the parameters that the policy ignored.
-    left_alone: Vec<(String, ParamId)>,
+    known: Known,
 }
 
 impl std::fmt::Debug for Root {
@@ -94,11 +93,7 @@ pub(super) enum Phase {
 
 impl Root {
     /// Creates a root without units, for all ranks in `group`.
-    pub(crate) fn new(
-        group: ProcessGroup,
-        policy: &ShardPolicy,
-        left_alone: Vec<(String, ParamId)>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy, known: Known) -> Arc<Self> {
         // Roots are created collectively, so all ranks have issued the same number of operations.
         let number = group.counts().total().operations;
         // The other ranks of a fake group do not exist, so they have no gradients to audit.
@@ -123,19 +118,13 @@ impl Root {
             is_last: AtomicBool::new(true),
             progress: Mutex::new(progress),
             trial: Trial::default(),
-            left_alone,
+            known,
         })
     }
 
-    /// Returns true if the policy ignored the parameter with `id`. After a record has replaced the id, `path`
-    /// identifies it: a path in this module or in one that contains it.
-    pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
-        self.left_alone.iter().any(|(ignored, of)| {
-            let prefix = path.strip_suffix(ignored.as_str());
-            // A single name may also occur in other modules.
-            let is_below = |prefix: &str| ignored.contains('.') && prefix.ends_with('.');
-            *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || is_below(prefix))
-        })
+    /// Returns what is known of tensors that the units do not manage.
+    pub(crate) fn known(&self) -> &Known {
+        &self.known
     }
 
     /// Sets the root's units, in this order.

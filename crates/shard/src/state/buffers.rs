@@ -11,7 +11,7 @@ use crate::convert;
 use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
-use crate::root::Root;
+use crate::root::{Known, Named, Root};
 use crate::seal::Held;
 use crate::survey::survey;
 
@@ -85,6 +85,14 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 ///
 /// [`Error::Backend`], [`Error::Unreached`] and [`Error::SamePath`], as in [`fully_shard`](crate::fully_shard).
 pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, Error> {
+    Ok(cast_states(module, dtype.into())?.0)
+}
+
+/// Returns `module` with its running states in `dtype`, and the states that had another type before, with that type.
+pub(crate) fn cast_states<M: Module>(
+    module: M,
+    dtype: DType,
+) -> Result<(M, Vec<(Named, DType)>), Error> {
     let paths = survey(&module)?.buffers;
     let mut lazy = Lazy(false);
     inspect::visit(&module, &mut lazy);
@@ -94,9 +102,11 @@ pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, 
     }
     let mut cast = Cast {
         paths,
-        dtype: dtype.into(),
+        dtype,
+        changed: Vec::new(),
     };
-    Ok(path::map(module, &mut cast))
+    let module = path::map(module, &mut cast);
+    Ok((module, cast.changed))
 }
 
 /// A visitor that looks for a parameter without a value yet.
@@ -112,6 +122,8 @@ impl path::Visitor for Lazy {
 struct Cast {
     paths: Vec<String>,
     dtype: DType,
+    /// The states that had another type, with that type.
+    changed: Vec<(Named, DType)>,
 }
 
 impl path::Mapper for Cast {
@@ -120,10 +132,77 @@ impl path::Mapper for Cast {
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        if self.paths.contains(&place.path()) {
-            param.map(|state| convert::cast(state, self.dtype))
-        } else {
-            param
+        let path = place.path();
+        if !self.paths.contains(&path) {
+            return param;
+        }
+        let id = param.id;
+        param.map(|state| {
+            if state.dtype() != self.dtype {
+                self.changed.push((Named { path, id }, state.dtype()));
+            }
+            convert::cast(state, self.dtype)
+        })
+    }
+}
+
+/// Runs `body`, in which the running states of `module` that its policy cast have their original types. Casting to a
+/// wider type and back changes no bit.
+pub(super) fn in_original_types<M: Module, T>(
+    module: &M,
+    root: &Root,
+    body: impl FnOnce() -> T,
+) -> T {
+    if root.known().has_no_cast() {
+        return body();
+    }
+    let mut widen = Widen {
+        known: root.known(),
+        cast: HashMap::new(),
+    };
+    // In Burn, all clones of a module share a running state, so mapping a clone changes the module's own states.
+    drop(path::map(module.clone(), &mut widen));
+    let result = body();
+    let mut narrow = Narrow(widen.cast);
+    drop(path::map(module.clone(), &mut narrow));
+    result
+}
+
+/// A mapper that gives running states their original types, and notes the types that they had.
+struct Widen<'a> {
+    known: &'a Known,
+    cast: HashMap<String, DType>,
+}
+
+impl path::Mapper for Widen<'_> {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Location,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        let path = place.path();
+        let Some(dtype) = self.known.type_before_cast(&path, param.id) else {
+            return param;
+        };
+        param.map(|state| {
+            self.cast.insert(path, state.dtype());
+            convert::cast(state, dtype)
+        })
+    }
+}
+
+/// A mapper that gives running states the types that [`Widen`] found.
+struct Narrow(HashMap<String, DType>);
+
+impl path::Mapper for Narrow {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Location,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.0.remove(&place.path()) {
+            Some(dtype) => param.map(|state| convert::cast(state, dtype)),
+            None => param,
         }
     }
 }

@@ -14,7 +14,9 @@ use crate::error::Error;
 use crate::inspect::{self, Key, Member};
 use crate::parameter::mailbox;
 use crate::path::{self, FACTOR_A, FACTOR_B, Location};
+use crate::root::Known;
 use crate::state::record;
+use crate::state::tensors::{Held, all};
 use crate::thrown::{catch, throw};
 
 /// Whether changes to summoned parameters are kept.
@@ -50,7 +52,6 @@ pub fn summon_full_params<M: Module>(
     write_back: WriteBack,
     body: impl FnOnce(M) -> M,
 ) -> Result<M, Error> {
-    inspect::root_of(&module)?;
     let fields = inspect::fields(&module);
     let is_adapted = |(_, member): &(String, Member)| member.slot().adapter.is_some();
     if write_back == WriteBack::Keep && fields.iter().any(is_adapted) {
@@ -77,13 +78,13 @@ pub fn summon_full_params<M: Module>(
 ///
 /// [`Error::NotSharded`]; a failed collective.
 pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> {
-    inspect::root_of(module)?;
     let full = plain(module, &inspect::fields(module), keep)?;
     Ok(keep.then_some(full))
 }
 
 /// Returns the module without autodiff and shards, with whole values if `keep` is set.
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
+    let root = inspect::root_of(module)?;
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {
         // The factors are read together with the adapted parameter, and `materialize` removes them from the module.
@@ -93,6 +94,7 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
     // `valid` also gives the copy separate running states.
     let mut fill = Fill {
         members,
+        known: root.known(),
         keep,
         tied: fields
             .iter()
@@ -107,8 +109,9 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
 }
 
 /// A mapper that replaces each stand-in with the whole value.
-struct Fill {
+struct Fill<'a> {
     members: HashMap<String, Member>,
+    known: &'a Known,
     /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
     tied: HashSet<Key>,
@@ -116,15 +119,19 @@ struct Fill {
     shared: HashMap<Key, Tensor<1>>,
 }
 
-impl path::Mapper for Fill {
+impl path::Mapper for Fill<'_> {
     fn float<const D: usize>(
         &mut self,
         place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         // The shard follows its stand-in under the same path, and is skipped.
-        let Some(member) = self.members.remove(&place.path()) else {
-            return param;
+        let path = place.path();
+        let Some(member) = self.members.remove(&path) else {
+            return match self.known.type_before_cast(&path, param.id) {
+                Some(dtype) => param.map(|state| convert::cast(state, dtype)),
+                None => param,
+            };
         };
         let whole = |slot| {
             let whole = record::whole(&member.generation, slot);
@@ -360,7 +367,7 @@ pub fn full_state<M: Module>(
 ) -> Result<(), Error> {
     let root = inspect::root_of(module)?;
     let is_first = root.group.rank() == 0;
-    for tensor in tensors(module) {
+    for tensor in all(module, &root) {
         let source = match &tensor.held {
             Held::Sharded(member) => match gather(member)? {
                 Some(buffer) => Source::new(buffer),
@@ -400,97 +407,4 @@ pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
         group.check_seal(seal, buffer.as_ref(), what)?;
     }
     Ok(received.buffers.into_iter().next())
-}
-
-/// A tensor of a module, and where its elements are.
-pub(crate) struct StateTensor {
-    pub(crate) path: String,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) dtype: DType,
-    pub(crate) held: Held,
-}
-
-/// The elements of a tensor, by location.
-pub(crate) enum Held {
-    /// Elements sharded over ranks.
-    Sharded(Box<Member>),
-    /// Float elements on this rank, flat.
-    Here(Box<Tensor<1>>),
-    /// Integers or booleans on this rank.
-    Read(Source),
-}
-
-/// Returns all tensors of `module`, in module order.
-pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
-    // Running states show their last update only after `valid`.
-    drop(module.valid());
-    let mut all = All {
-        members: inspect::fields(module).into_iter().collect(),
-        found: Vec::new(),
-    };
-    inspect::visit(module, &mut all);
-    all.found
-}
-
-struct All {
-    members: HashMap<String, Member>,
-    found: Vec<StateTensor>,
-}
-
-impl path::Visitor for All {
-    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
-        let path = place.path();
-        let tensor = match self.members.remove(&path) {
-            Some(member) if member.is_tied => return,
-            Some(member) => {
-                let slot = member.slot();
-                StateTensor {
-                    shape: slot.shape.clone(),
-                    dtype: slot.elements.stored.dtype,
-                    held: if slot.is_gathered() {
-                        Held::Sharded(Box::new(member))
-                    } else {
-                        Held::Here(Box::new(member.generation.value(member.index).inner()))
-                    },
-                    path,
-                }
-            }
-            None => {
-                let (shape, flat) = flatten(param.val());
-                StateTensor {
-                    shape,
-                    dtype: flat.dtype(),
-                    held: Held::Here(Box::new(flat)),
-                    path,
-                }
-            }
-        };
-        self.found.push(tensor);
-    }
-
-    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
-        self.read(place, param.val().into_data());
-    }
-
-    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
-        self.read(place, param.val().into_data());
-    }
-}
-
-impl All {
-    fn read(&mut self, place: &Location, data: TensorData) {
-        self.found.push(StateTensor {
-            path: place.path(),
-            shape: data.shape().to_vec(),
-            dtype: data.dtype(),
-            held: Held::Read(tensors::data_source(data)),
-        });
-    }
-}
-
-/// Returns the shape, and the flat elements without autodiff.
-fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
-    let shape = value.dims().to_vec();
-    let len: usize = shape.iter().product();
-    (shape, value.inner().reshape::<1, _>([len]))
 }

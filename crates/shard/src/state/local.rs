@@ -15,7 +15,7 @@ use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
 use crate::path::{self, Location};
 use crate::slot::MAX_DIMS;
-use crate::state::full::{self, Held};
+use crate::state::tensors::{Held, all};
 use crate::thrown::catch;
 
 /// A tensor of a module, and this rank's part of it.
@@ -66,7 +66,7 @@ pub enum LocalPart {
 ///
 /// [`Error::NotSharded`]; [`Error::Collective`] if ranks compare bytes and an element is corrupted.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
-    inspect::root_of(module)?;
+    let root = inspect::root_of(module)?;
     let (tied, managed): (Vec<_>, Vec<_>) = inspect::fields(module)
         .into_iter()
         .partition(|(_, member)| member.is_tied);
@@ -74,7 +74,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     for member in managed.values() {
         member.generation.check(member.index)?;
     }
-    let tensors = full::tensors(module).into_iter().map(|tensor| {
+    let tensors = all(module, &root).into_iter().map(|tensor| {
         let source = |flat| tensors::source(flat, None);
         let key = managed.get(&tensor.path).map(Member::key);
         let others = tied.iter().filter(|(_, other)| Some(other.key()) == key);

@@ -1,6 +1,7 @@
 //! Reads, saves and changes the tensors of a sharded module between steps, whole or in this rank's parts.
 //!
-//! - `full`: whole parameters, all at once or one by one. `local`: this rank's parts, as bytes.
+//! - `tensors`: the tensors, and where their elements are. `full`: whole parameters, all at once or one by one. `local`:
+//!   this rank's parts, as bytes.
 //! - `record`: Burn's records; `recorded`: a record tensor by tensor. `buffers`: running states. `stand_ins`: the
 //!   stand-ins in the fields.
 //! - `average`: moving averages. `agreement`: the check that all ranks hold the same values.
@@ -13,3 +14,4 @@ pub(crate) mod local;
 pub(crate) mod record;
 pub(crate) mod recorded;
 pub(crate) mod stand_ins;
+pub(crate) mod tensors;

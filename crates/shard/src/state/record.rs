@@ -44,9 +44,10 @@ pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
 ///
 /// [`Error::NotSharded`]; a failed collective.
 pub fn into_record<M: Module>(module: M) -> Result<ModuleRecord, Error> {
-    inspect::root_of(&module)?;
+    let root = inspect::root_of(&module)?;
     buffers::settle(&module)?;
-    catch(|| within_record(&module, || module.clone().into_record()))
+    let record = || catch(|| within_record(&module, || module.clone().into_record()));
+    buffers::in_original_types(&module, &root, record)
 }
 
 /// Runs `body`, which records `module`, and gives its save mappers access to the module's sharded parameters.

@@ -6,9 +6,11 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use burn_fsdp_tensors as tensors;
 
+use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
+use crate::root::Known;
 use crate::state::buffers;
 use crate::state::full::gather;
 use crate::state::record::plainly;
@@ -45,30 +47,36 @@ pub fn recorded_state<M: Module>(
     buffers::settle(module)?;
     let mut each = Each {
         members: inspect::fields(module).into_iter().collect(),
+        known: root.known(),
         is_first: root.group.rank() == 0,
         visit,
     };
     catch(|| inspect::visit(module, &mut each)).map(drop)
 }
 
-struct Each<F> {
+struct Each<'a, F> {
     members: HashMap<String, Member>,
+    known: &'a Known,
     is_first: bool,
     visit: F,
 }
 
-impl<F: FnMut(RecordedTensor)> Each<F> {
+impl<F: FnMut(RecordedTensor)> Each<'_, F> {
     fn tell(&mut self, place: &Location, id: ParamId, data: TensorData) {
         let path = place.path();
         (self.visit)(RecordedTensor { path, id, data });
     }
 }
 
-impl<F: FnMut(RecordedTensor)> path::Visitor for Each<F> {
+impl<F: FnMut(RecordedTensor)> path::Visitor for Each<'_, F> {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let Some(member) = self.members.remove(&place.path()) else {
             if self.is_first {
                 let saved = plainly(|| param.transform_for_save().val());
+                let saved = match self.known.type_before_cast(&place.path(), param.id) {
+                    Some(dtype) => convert::cast(saved, dtype),
+                    None => saved,
+                };
                 self.tell(place, param.id, saved.into_data());
             }
             return;

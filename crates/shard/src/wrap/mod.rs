@@ -32,7 +32,8 @@ use crate::error::Error;
 use crate::inspect;
 use crate::inspect::memory;
 use crate::policy::ShardPolicy;
-use crate::root::Root;
+use crate::root::{Known, Named, Root};
+use crate::state::buffers::cast_states;
 use crate::survey::{Found, Survey, survey};
 use crate::thrown::catch;
 use burn_fsdp_mesh::Strategy;
@@ -157,6 +158,10 @@ fn wrap<M: Module>(
 ) -> Result<M, Error> {
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
+    let (module, cast) = match policy.buffers {
+        Some(dtype) => cast_states(module, dtype.into())?,
+        None => (module, Vec::new()),
+    };
     let survey = survey(&module)?;
     let earlier = earlier_units(&module);
     let (left_alone, adopted) = match form {
@@ -208,8 +213,15 @@ fn wrap<M: Module>(
         .parameters
         .iter()
         .filter(|found| ignored.contains(&found.path))
-        .map(|found| (found.path.clone(), found.id));
-    let root = Root::new(ranks.all, policy, ignored.collect());
+        .map(|found| Named {
+            path: found.path.clone(),
+            id: found.id,
+        });
+    let mut known = Known::new(ignored.collect(), cast);
+    for root in adopted.iter().filter_map(|placed| placed.root_link.root()) {
+        known.adopt(root.known());
+    }
+    let root = Root::new(ranks.all, policy, known);
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);

@@ -19,6 +19,7 @@ mod recompute;
 mod records;
 mod reduction_hook;
 mod refusals;
+mod repeatable;
 mod routes;
 mod shares;
 #[path = "../../../collectives/tests/skipped/mod.rs"]

@@ -16,6 +16,7 @@ mod nets;
 mod agreement;
 mod auto;
 mod average;
+mod buffer_types;
 mod buffers;
 mod clip;
 mod elementwise;
