@@ -55,7 +55,7 @@ use ties::Ties;
 ///
 /// Burn's random numbers come from one generator for all threads of the process. For reproducible initial values, seed
 /// the device on rank 0, directly before this call. If ranks are threads, the other ranks must neither seed it nor draw
-/// from it meanwhile, and dropout is not reproducible at all.
+/// from it meanwhile, and dropout is not reproducible. It is if each rank is a process.
 ///
 /// Each shard has the id of its parameter, so existing groups by ids still match; see [`param_id`](crate::param_id).
 ///
