@@ -3,8 +3,8 @@
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{LaunchConfig, launch};
-use burn_fsdp_shard::ShardPolicy;
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch, launcher_ranks};
+use burn_fsdp_shard::{Error, ShardPolicy};
 
 use super::bench::{Case, Outcome, build, device, train};
 use super::launcher;
@@ -44,21 +44,13 @@ const WIDE: Case<Wide> = Case {
     loss: Wide::loss,
 };
 
-/// Trains from the seeds of the ranks, as one of the processes.
-fn trained(processes: usize, seed: u64) -> Outcome {
-    // A rank with exactly one compute thread adds in a fixed order.
-    let config = LaunchConfig::new(processes)
-        .threads_per_rank(1)
-        .without_background();
-    let outcomes = launch(config, move |world| {
-        let device = device();
-        let policy = ShardPolicy::new().units(["layers.*"]);
-        let model = build(WIDE, &world, &device, policy)?;
-        device.seed(seed + world.rank() as u64);
-        train(model, WIDE, world.rank(), 4, &device)
-    });
-    let outcomes = outcomes.unwrap_or_else(|error| panic!("{error}"));
-    outcomes.into_iter().next().expect("this process's rank")
+/// Trains from seeds that differ by rank.
+fn trained(world: &ProcessGroup, seed: u64) -> Result<Outcome, Error> {
+    let device = device();
+    let policy = ShardPolicy::new().units(["layers.*"]);
+    let model = build(WIDE, world, &device, policy)?;
+    device.seed(seed + world.rank() as u64);
+    train(model, WIDE, world.rank(), 4, &device)
 }
 
 /// Dropout draws from one generator of a process, so each rank must be a process.
@@ -71,14 +63,21 @@ fn processes_with_seeds_repeat_every_bit() {
         }
         return;
     }
-    let processes = burn_fsdp_collectives::launcher_ranks().unwrap_or(1);
-    let first = trained(processes, 11);
-    let second = trained(processes, 11);
-    assert_eq!(first.params, second.params);
-    let other = trained(processes, 12);
-    assert_ne!(first.params, other.params, "dropout draws from the seed");
-    let bits = |outcome: &Outcome| -> Vec<u32> {
-        outcome.losses.iter().map(|loss| loss.to_bits()).collect()
+    // A rank with exactly one compute thread adds in a fixed order.
+    let config = LaunchConfig::new(launcher_ranks().unwrap_or(1))
+        .threads_per_rank(1)
+        .without_background();
+    let body = |world: ProcessGroup| {
+        let first = trained(&world, 11)?;
+        let second = trained(&world, 11)?;
+        assert_eq!(first.params, second.params);
+        let bits = |outcome: &Outcome| -> Vec<u32> {
+            outcome.losses.iter().map(|loss| loss.to_bits()).collect()
+        };
+        assert_eq!(bits(&first), bits(&second));
+        let other = trained(&world, 12)?;
+        assert_ne!(first.params, other.params, "dropout draws from the seed");
+        Ok::<_, Error>(())
     };
-    assert_eq!(bits(&first), bits(&second));
+    launch(config, body).unwrap_or_else(|error| panic!("{error}"));
 }
