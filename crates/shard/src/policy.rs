@@ -46,6 +46,8 @@ pub struct ShardPolicy {
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
     pub(crate) lora: Option<Lora>,
+    /// The modules whose regions are recomputed; `None` for all.
+    pub(crate) recomputed: Option<Vec<Pattern>>,
     pub(crate) audit: Audit,
 }
 
@@ -117,6 +119,7 @@ impl ShardPolicy {
             gathers_in_8_bits: false,
             offload: None,
             lora: None,
+            recomputed: None,
             audit: Audit::default(),
         }
     }
@@ -317,6 +320,17 @@ impl ShardPolicy {
     /// This has no effect on a module that was built on `host`.
     pub fn offload_to(mut self, host: Device) -> Self {
         self.offload = Some(host);
+        self
+    }
+
+    /// Selects the regions that are recomputed, by patterns as in [`units`](Self::units): `["blocks.*"]` for all blocks,
+    /// `["blocks.0", "blocks.2"]` for some, none for none. [`recompute`](crate::recompute()) then computes a region again
+    /// only if each sharded parameter of its module is in a module that matches; otherwise it just runs the forward.
+    /// Default: all regions. So a model calls `recompute` wherever it could help, and the policy decides what is worth
+    /// its memory. All ranks must select the same regions.
+    pub fn recompute_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        let patterns = patterns.into_iter().map(Pattern::new);
+        self.recomputed = Some(patterns.collect());
         self
     }
 

@@ -81,7 +81,7 @@ where
     M: Module + Sync + 'static,
     F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
 {
-    if !input.is_autodiff() || region::state() != RegionState::Off {
+    if !input.is_autodiff() || region::state() != RegionState::Off || !is_selected(module) {
         return forward(module, input);
     }
     let device = input.device();
@@ -105,6 +105,14 @@ where
     };
     let region: Arc<dyn Region> = Arc::new(region);
     op::recomputed(output, input, token, region)
+}
+
+/// Returns true if the policies of all units in `module` select its regions. This is the same on all ranks.
+fn is_selected<M: Module>(module: &M) -> bool {
+    let members = inspect::members(module);
+    members
+        .iter()
+        .all(|member| member.generation.unit.is_recomputed(member.index))
 }
 
 /// Returns the module with separate running states, so updates by the second forward have no effect.

@@ -2,6 +2,7 @@
 
 use burn::tensor::{Device, GradientCheckpointingStrategy};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
+use burn_fsdp_mesh::Pattern;
 
 use crate::device;
 use crate::gradient_hook::GradientHook;
@@ -41,6 +42,8 @@ pub(crate) struct UnitSpec {
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
     /// True if `replicate` created the unit.
     pub(crate) is_replica: bool,
+    /// The modules whose regions are recomputed; `None` for all.
+    pub(crate) recomputed: Option<Vec<Pattern>>,
 }
 
 impl UnitSpec {
@@ -52,6 +55,13 @@ impl UnitSpec {
     pub(crate) fn gathered_bytes(&self) -> usize {
         let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
         gathered.map(Slot::unsharded_bytes).sum()
+    }
+
+    /// Returns true if a region with the parameter in `slot` may be recomputed.
+    pub(crate) fn is_recomputed(&self, slot: usize) -> bool {
+        let path = &self.slots[slot].path;
+        let selects = |patterns: &Vec<Pattern>| patterns.iter().any(|one| one.is_around(path));
+        self.recomputed.as_ref().is_none_or(selects)
     }
 
     /// Returns true if a use of the unit requires a gather.

@@ -239,6 +239,7 @@ impl Grouping {
                 },
                 strategy: members[0].device.gradient_checkpointing_strategy(),
                 is_replica,
+                recomputed: policy.recomputed.clone(),
             };
             Ok(Arc::new(Unit::new(
                 path.clone(),

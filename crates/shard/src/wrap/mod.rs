@@ -36,7 +36,7 @@ use crate::root::{Known, Named, Root};
 use crate::state::buffers::cast_states;
 use crate::survey::{Found, Survey, survey};
 use crate::thrown::catch;
-use burn_fsdp_mesh::Strategy;
+use burn_fsdp_mesh::{Pattern, Strategy};
 
 use grouping::{Grouping, Ignored};
 pub(crate) use own_states::own as own_states;
@@ -179,7 +179,11 @@ fn wrap<M: Module>(
     let ties = Ties::new(&module, &survey, &ignored, policy)?;
     let found = survey.parameters.iter().map(|found| &found.path);
     let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
-    if let Some(pattern) = policy.precision.unmatched(&paths) {
+    let selects_none = |pattern: &&Pattern| !paths.iter().any(|path| pattern.is_around(path));
+    let mut recomputed = policy.recomputed.iter().flatten();
+    let unmatched = policy.precision.unmatched(&paths);
+    if let Some(pattern) = unmatched.or_else(|| recomputed.find(selects_none).map(Pattern::as_str))
+    {
         return Err(grouping::unmatched(pattern, paths.iter().copied()));
     }
     let parameters: Vec<_> = survey

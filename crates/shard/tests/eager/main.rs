@@ -21,6 +21,7 @@ mod reduction_hook;
 mod refusals;
 mod repeatable;
 mod routes;
+mod selected;
 mod shares;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
 mod skipped;
