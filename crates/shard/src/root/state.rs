@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
 use super::audited::Audited;
+use super::early::Early;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
@@ -67,6 +68,7 @@ pub(super) struct Progress {
     pub(super) order: Order,
     pub(super) gradients: Accumulation,
     pub(super) reductions: Reductions,
+    pub(super) early: Early,
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,

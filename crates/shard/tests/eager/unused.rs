@@ -19,7 +19,7 @@ use super::nets::{ConvNet, MLP, Mlp, input};
 
 /// Four layers; ranks use different ones.
 #[derive(Module, Debug)]
-struct Routed {
+pub(crate) struct Routed {
     layers: Vec<Linear>,
     head: Linear,
 }
@@ -34,7 +34,13 @@ impl Routed {
         }
     }
 
-    fn through(&self, layers: &[usize], rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    pub(crate) fn through(
+        &self,
+        layers: &[usize],
+        rank: usize,
+        step: usize,
+        device: &Device,
+    ) -> Tensor<1> {
         let mut x = input([2, 5], rank, step, device);
         for &layer in layers {
             x = self.layers[layer].forward(x);
@@ -69,17 +75,17 @@ impl Routed {
     }
 }
 
-const UNEVEN: Case<Routed> = Case {
+pub(crate) const UNEVEN: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::unevenly,
 };
 
-const TWICE: Case<Routed> = Case {
+pub(crate) const TWICE: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::twice,
 };
 
-const BARE: Case<Routed> = Case {
+pub(crate) const BARE: Case<Routed> = Case {
     build: Routed::new,
     loss: Routed::barely,
 };
