@@ -10,7 +10,7 @@ use std::sync::Arc;
 use burn::backend::autodiff::NodeId;
 use burn_fsdp_collectives::Account;
 
-use super::state::{Progress, Root};
+use super::state::{Phase, Progress, Root};
 use crate::audit::{Tag, announce_more, announces_more};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
@@ -128,7 +128,9 @@ impl Progress {
         given: impl Iterator<Item = Option<Tag>> + Clone,
     ) -> Vec<u8> {
         let mut note = self.audited.note(given);
-        if self.uses.awaits(unit) || self.early.waiting.contains(&unit.position()) {
+        // A rank in its forward, which takes part only for the other ranks, does not know its uses yet.
+        let is_known = self.phase == Phase::Backward;
+        if !is_known || self.uses.awaits(unit) || self.early.waiting.contains(&unit.position()) {
             announce_more(&mut note);
         }
         note

@@ -9,12 +9,12 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_shard::{
     Audit, Cut, Error, ReduceGroup, ShardPolicy, Strategy, backward, backward_and_step, catch,
-    memory, no_sync, num_audited, units,
+    into_record, memory, no_sync, num_audited, units,
 };
 
 use super::bench::{
     Case, Outcome, Way, assert_close, assert_same, build, device, joined, on_ranks, optimizer,
-    plainly, since, train_by, whole_params,
+    params, plainly, since, train_by, whole_params,
 };
 use super::hybrid;
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
@@ -94,7 +94,7 @@ fn every_policy_steps_in_backward_as_after_it() {
         blocks().prefetch(2),
         blocks().reshard_root(true),
         blocks().offload_to(Device::flex()),
-        blocks().reduce_group(ReduceGroup::Separate),
+        blocks().reduce_group(ReduceGroup::Own),
         blocks().reshard_after_forward_to(1),
         blocks().audit(Audit::EveryStep),
         blocks().gradient_hook(|_, gradient| gradient),
@@ -225,7 +225,7 @@ fn gradients_of_one_unit_exist_at_a_time() {
 #[test]
 fn the_operations_stay_the_same() {
     for loss in [Mlp::loss, around_units, inside_units] {
-        let of_steps = |way| {
+        let of_steps = |way: Way| {
             on_ranks(3, move |world| {
                 let device = device();
                 let mut model = build(MLP, &world, &device, blocks().audit(Audit::EveryStep))?;
@@ -256,7 +256,7 @@ fn micro_batches_are_stepped_with_the_last_one() {
                 let mut model = build(MLP, &world, &device, blocks())?;
                 let mut optim = optimizer();
                 for step in 0..4 {
-                    let loss = |model: &Mlp, micro| {
+                    let loss = |model: &Mlp, micro: usize| {
                         (MLP.loss)(model, 10 * micro + world.rank(), step, &device)
                     };
                     let first = no_sync(&model, || backward(loss(&model, 0), &model))??;
@@ -337,14 +337,15 @@ fn clones_and_partly_changed_units_keep_their_values() {
                     let loss = (MLP.loss)(&model, world.rank(), step, &device);
                     model = way.step(loss, model, &mut optim)?;
                 }
-                let mut params = whole_params((MLP.build)(&device), &model);
-                for (clone, valid) in &kept {
-                    params.extend(whole_params((MLP.build)(&device), clone));
-                    params.extend(whole_params((MLP.build)(&device), valid));
+                let mut all = Vec::new();
+                let kept = kept.into_iter().flat_map(|(clone, valid)| [clone, valid]);
+                for copy in kept.chain([model]) {
+                    let record = into_record(copy)?;
+                    all.extend(params(&(MLP.build)(&device).load_record(record)));
                 }
                 Ok(Outcome {
                     losses: Vec::new(),
-                    params,
+                    params: all,
                 })
             }))
         };
@@ -413,7 +414,8 @@ fn an_error_in_the_middle_consumes_the_module_on_all_ranks() {
         let loss = (MLP.loss)(&model, rank, 2, &device);
         let result = backward_and_step(loss, model, &mut optim, 1e-2);
         let error = result.err().map(|error| error.to_string());
-        let states = optim.to_record().tensors.len();
+        let of = |optim: ModuleOptimizer| optim.into_bytes().map_or(0, |bytes| bytes.len());
+        let states = of(optim) - of(optimizer());
         seen.lock().expect("unpoisoned").push((rank, error, states));
         Ok::<_, Error>(())
     };

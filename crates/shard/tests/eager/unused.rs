@@ -25,7 +25,7 @@ pub(crate) struct Routed {
 }
 
 impl Routed {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self {
             layers: (0..4)
                 .map(|_| LinearConfig::new(5, 5).init(device))
