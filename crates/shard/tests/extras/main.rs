@@ -35,5 +35,6 @@ mod scaler;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
 mod skipped;
 mod staging;
+mod stepping;
 mod unmanaged;
 mod wrapper;
