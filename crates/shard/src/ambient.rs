@@ -55,6 +55,18 @@ pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
     body()
 }
 
+/// Runs `body` as code of the program that the engine calls, without the current purposes.
+pub(crate) fn outside<T>(body: impl FnOnce() -> T) -> T {
+    struct Back(Vec<Purpose>);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            PURPOSES.set(std::mem::take(&mut self.0));
+        }
+    }
+    let _back = Back(PURPOSES.take());
+    body()
+}
+
 /// Returns true if `purpose` is active on this thread.
 pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
@@ -77,7 +89,7 @@ pub(crate) fn innermost(of: &[Purpose]) -> Option<Purpose> {
 mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    use super::{Purpose, innermost, is_within, within};
+    use super::{Purpose, innermost, is_engine, is_within, outside, within};
 
     #[test]
     fn a_panic_leaves_its_scopes() {
@@ -93,6 +105,15 @@ mod tests {
             assert!(is_within(Purpose::Catch));
         });
         assert!(!is_within(Purpose::Catch));
+    }
+
+    #[test]
+    fn a_call_of_the_program_interrupts_the_scopes() {
+        within(Purpose::RegionAgain, || {
+            outside(|| assert!(!is_engine()));
+            assert!(is_within(Purpose::RegionAgain));
+        });
+        assert!(!is_engine());
     }
 
     #[test]

@@ -83,6 +83,7 @@ mod slot;
 mod spec;
 mod state;
 mod step;
+mod stepping;
 mod survey;
 mod thrown;
 mod unit;
@@ -107,6 +108,7 @@ pub use recompute::recompute;
 pub use reduction_hook::{FullGradient, UnitReduction};
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, input_type, reset};
+pub use stepping::backward_and_step;
 pub use thrown::catch;
 pub use wrap::{InitialPart, fully_shard, fully_shard_from, replicate};
 

@@ -3,10 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Gradients, Tensor};
 
+use crate::copies::Generation;
 use crate::error::Error;
 use crate::inspect;
 use crate::leaves;
@@ -69,17 +70,52 @@ fn reduced_gradients<M: Module, const D: usize>(
     module: &M,
     roots: &[Arc<Root>],
 ) -> Result<GradientsParams, Error> {
-    if !loss.is_tracked() || !leaves::is_any_trained(module) {
-        return Err(Error::NoGraph);
-    }
-    let is_first = roots.iter().all(|root| root.num_finished() == 0);
-    let group = &roots[0].group;
-    let claim = is_first.then(|| leaves::claim(module, group.world_rank(), group.size()));
-    let _claim = claim.transpose()?;
-    let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
+    let mut begun = Begun::new(&loss, module, roots)?;
     let mut gradients = differentiated(loss)?;
-    for (root, finished) in roots.iter().zip(finished) {
-        if root.num_finished() == finished {
+    begun.finish_unused(&mut gradients, module, roots)?;
+    begun.end(gradients, module, roots)
+}
+
+/// A backward of a module's roots that has begun.
+pub(crate) struct Begun {
+    /// The number of backwards that each root had finished before.
+    finished: Vec<u64>,
+    /// The indices of the roots that the loss does not use on this rank.
+    unused: Vec<usize>,
+    _claim: Option<leaves::Claim>,
+}
+
+impl Begun {
+    pub(crate) fn new<M: Module, const D: usize>(
+        loss: &Tensor<D>,
+        module: &M,
+        roots: &[Arc<Root>],
+    ) -> Result<Self, Error> {
+        if !loss.is_tracked() || !leaves::is_any_trained(module) {
+            return Err(Error::NoGraph);
+        }
+        let is_first = roots.iter().all(|root| root.num_finished() == 0);
+        let group = &roots[0].group;
+        let claim = is_first.then(|| leaves::claim(module, group.world_rank(), group.size()));
+        Ok(Self {
+            _claim: claim.transpose()?,
+            finished: roots.iter().map(|root| root.num_finished()).collect(),
+            unused: Vec::new(),
+        })
+    }
+
+    /// Ends the backward of the roots that Burn's backward has not reached.
+    pub(crate) fn finish_unused<M: Module>(
+        &mut self,
+        gradients: &mut Gradients,
+        module: &M,
+        roots: &[Arc<Root>],
+    ) -> Result<(), Error> {
+        for (index, root) in roots.iter().enumerate() {
+            if root.num_finished() != self.finished[index] {
+                continue;
+            }
+            self.unused.push(index);
             let members = inspect::members(module);
             let own = members
                 .iter()
@@ -88,17 +124,30 @@ fn reduced_gradients<M: Module, const D: usize>(
             let reduced = root.finish_unused(copy)?;
             let handed_over = reduced.iter().map(|reduced| (reduced.node, reduced.tag));
             let handed_over: Vec<_> = handed_over.collect();
-            register(&mut gradients, reduced, module);
+            register(gradients, reduced, module);
             root.handed_over(&handed_over);
-            root.end_audit()?;
         }
+        Ok(())
     }
-    let mut gradients = GradientsParams::from_grads(gradients, module);
-    unmanaged::refuse(module, roots, &gradients)?;
-    if !gradients.is_empty() {
-        register_probes(module, roots, &mut gradients);
+
+    /// Returns the gradients of the module's parameters, after the last audits.
+    pub(crate) fn end<M: Module>(
+        self,
+        gradients: Gradients,
+        module: &M,
+        roots: &[Arc<Root>],
+    ) -> Result<GradientsParams, Error> {
+        // Burn's backward has ended the audits of the others.
+        for index in self.unused {
+            roots[index].end_audit()?;
+        }
+        let mut gradients = GradientsParams::from_grads(gradients, module);
+        unmanaged::refuse(module, roots, &gradients)?;
+        if !gradients.is_empty() {
+            register_probes(module, roots, &mut gradients);
+        }
+        Ok(gradients)
     }
-    Ok(gradients)
 }
 
 /// Registers the probes that try an optimizer at its first step, for each root. Called in each step, because a
@@ -106,24 +155,31 @@ fn reduced_gradients<M: Module, const D: usize>(
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     let members = inspect::members(module);
     for root in roots {
-        let own = members.iter().filter(|member| {
-            root.owns(&member.generation.unit)
-                && member.slot().is_flattened()
-                && member.generation.is_trainable(member.index)
-        });
-        let subjects = own.map(|member| Subject {
-            id: member.id,
-            device: member.generation.value(member.index).device(),
-            dtype: member.slot().elements.stored.dtype,
-            is_cut: member.slot().is_cut(),
-        });
+        let own = members
+            .iter()
+            .filter(|member| root.owns(&member.generation.unit));
+        let subjects =
+            own.filter_map(|member| subject(&member.generation, member.index, member.id));
         root.trial.register(subjects, gradients);
     }
 }
 
+/// Returns the parameter in slot `index` of `generation`, whose id is `id`, for the trial of its optimizer; `None` if it
+/// is frozen or optimizers see it in its own shape.
+pub(crate) fn subject(generation: &Generation, index: usize, id: ParamId) -> Option<Subject> {
+    let slot = &generation.unit.slots[index];
+    let is_tried = slot.is_flattened() && generation.is_trainable(index);
+    is_tried.then(|| Subject {
+        id,
+        device: generation.value(index).device(),
+        dtype: slot.elements.stored.dtype,
+        is_cut: slot.is_cut(),
+    })
+}
+
 /// Runs Burn's backward. Returns [`Error::Consumed`] if the graph is gone, for example because two forwards shared
 /// nodes.
-fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
+pub(crate) fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied());

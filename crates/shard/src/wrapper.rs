@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
 };
@@ -25,6 +26,7 @@ use crate::state::buffers::{self, BufferSync};
 use crate::state::full::{self, WriteBack};
 use crate::state::record;
 use crate::step;
+use crate::stepping;
 use crate::wrap::fully_shard;
 
 /// A fully sharded module, with the most common functions of this crate as methods: the wrapper form of
@@ -96,6 +98,27 @@ impl<M: Module> FullyShardedDataParallel<M> {
     /// As [`backward`](crate::backward).
     pub fn backward<const D: usize>(&self, loss: Tensor<D>) -> Result<GradientsParams, Error> {
         step::backward(loss, &self.module)
+    }
+
+    /// Calls [`backward_and_step`](crate::backward_and_step) with the module. Collective.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward_and_step`](crate::backward_and_step), which consumes the module.
+    pub fn backward_and_step<const D: usize>(
+        self,
+        loss: Tensor<D>,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+    ) -> Result<Self, Error>
+    where
+        M: 'static,
+    {
+        let module = stepping::backward_and_step(loss, self.module, optimizer, learning_rate)?;
+        Ok(Self {
+            module,
+            policy: self.policy,
+        })
     }
 
     /// Calls [`clip_grad_norm`](crate::clip_grad_norm) with the module. Collective.

@@ -18,7 +18,9 @@ mod tag;
 mod mutants;
 
 pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
-pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
+pub(crate) use tag::{
+    Tag, announce_more, announces_more, flags, is_flagged, scale_of, tag_of_sum, tags,
+};
 
 /// The steps whose gradients are audited. An audit checks that each gradient of each parameter was summed exactly once
 /// over each group of ranks, and divided once. Its arithmetic is exact: random elements of a prime field stand for the

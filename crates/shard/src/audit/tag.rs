@@ -78,7 +78,24 @@ pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
 
 /// Returns true if `notes`, from several ranks, flag gradient `index` on any rank.
 pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
-    notes.iter().any(|note| note.get(index) == Some(&1))
+    let has = |note: &Vec<u8>| note.get(index).is_some_and(|flag| flag & 1 != 0);
+    notes.iter().any(has)
+}
+
+/// The bit of a note's first flag that announces another reduction of the same unit. It adds no byte to the note.
+const MORE: u8 = 2;
+
+/// Announces in the note of a unit's reduction that this rank will need another one in the same backward.
+pub(crate) fn announce_more(note: &mut [u8]) {
+    if let Some(first) = note.first_mut() {
+        *first |= MORE;
+    }
+}
+
+/// Returns true if any rank's note announces another reduction of the same unit.
+pub(crate) fn announces_more(notes: &[Vec<u8>]) -> bool {
+    let announces = |note: &Vec<u8>| note.first().is_some_and(|first| first & MORE != 0);
+    notes.iter().any(announces)
 }
 
 /// Returns the second part of an audited step's note: the tag of each gradient, or zero if there is none.
@@ -119,6 +136,22 @@ mod tests {
         );
         assert_eq!(tag_of_sum(&notes, 1, 2), drawn(7));
         assert!(is_flagged(&notes, 1) && !is_flagged(&notes[..1], 1));
+    }
+
+    #[test]
+    fn an_announcement_leaves_flags_and_tags_alone() {
+        let given = || [None, Some(Tag::draw(0, 5, 0))].into_iter();
+        let plain = [flags(given()), tags(given())].concat();
+        let mut announcing = plain.clone();
+        announce_more(&mut announcing);
+        assert_eq!(announcing.len(), plain.len());
+        assert!(announces_more(&[plain.clone(), announcing.clone()]));
+        assert!(!announces_more(&[plain.clone()]));
+        for index in 0..2 {
+            let of = |note: &Vec<u8>| is_flagged(std::slice::from_ref(note), index);
+            assert_eq!(of(&announcing), of(&plain));
+        }
+        assert_eq!(tag_of_sum(&[announcing], 1, 2), tag_of_sum(&[plain], 1, 2));
     }
 
     #[test]

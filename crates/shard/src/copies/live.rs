@@ -126,6 +126,20 @@ impl Copies {
         }
     }
 
+    /// Frees the values of `generation` in `slots` that no module holds, even if the generation is a joint view of
+    /// others.
+    pub(crate) fn free_replaced(&self, generation: &Generation, slots: &[usize]) {
+        let live = self.live();
+        for &slot in slots {
+            let leaf = generation.node(slot);
+            let is_held =
+                |held: &Arc<Generation>| held.holders.owns(slot) && held.node(slot) == leaf;
+            if !live.iter().any(is_held) {
+                generation.free_replaced(slot);
+            }
+        }
+    }
+
     /// Drops the full parameters of all copies with this version, and cancels their gathers.
     pub(crate) fn drop_full_of(&self, version: u64) {
         let copies = self.live().into_iter();

@@ -29,6 +29,8 @@ pub(super) struct Value {
     pub(super) seal: Option<Seal>,
     /// The elements in 32 bits, for a moving average of a 16-bit parameter.
     pub(super) exact: Option<Tensor<1>>,
+    /// True if the elements were freed, because the optimizer replaced them before backward ended.
+    pub(super) is_freed: bool,
 }
 
 impl Value {
@@ -45,7 +47,17 @@ impl Value {
             plain: plain(value).reshape([len]),
             seal: None,
             exact: None,
+            is_freed: false,
         }
+    }
+
+    /// Frees the elements; the device and the graph node stay.
+    pub(super) fn free(&mut self) {
+        let device = self.device.clone().without_autodiff();
+        self.plain = Tensor::zeros([0], (&device, self.plain.dtype()));
+        self.seal = None;
+        self.exact = None;
+        self.is_freed = true;
     }
 
     /// Seals the value. A value that shares the memory of `before` is unchanged, so it keeps the seal and the 32-bit

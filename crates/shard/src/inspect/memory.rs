@@ -29,6 +29,9 @@ pub struct Memory {
     pub unsharded_live: usize,
     /// The maximum of `unsharded_live` since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
+    /// The maximum of the reduced gradients of this rank's shards that existed together during a backward, since the
+    /// start or the last [`reset_peak`]. [`backward_and_step`](crate::backward_and_step) lowers it.
+    pub gradients_peak: usize,
     /// Full gradients left on this rank by steps without reduction; included in `unsharded_live`.
     pub unreduced: usize,
     /// Unused memory kept for later operations, to avoid system allocations; [`trim`] frees it.
@@ -72,6 +75,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
         parameters: held.sum(),
         unsharded_live: roots.iter().map(|root| root.pool.live_bytes()).sum(),
         unsharded_peak: roots.iter().map(|root| root.pool.peak_bytes()).sum(),
+        gradients_peak: roots.iter().map(|root| root.gradients_peak()).sum(),
         unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
         pooled: pools(&roots).map(BufferPool::kept_bytes).sum::<usize>()
             + roots.iter().map(|root| root.pooled_bytes()).sum::<usize>(),
@@ -118,7 +122,7 @@ impl LiveBytes {
     }
 }
 
-/// Resets [`Memory::unsharded_peak`] to the memory alive now.
+/// Resets [`Memory::unsharded_peak`] and [`Memory::gradients_peak`] to the memory alive now.
 ///
 /// # Errors
 ///
@@ -126,6 +130,7 @@ impl LiveBytes {
 pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
     for root in inspect::roots_of(module)? {
         root.pool.reset_peak();
+        root.reset_gradients_peak();
     }
     Ok(())
 }

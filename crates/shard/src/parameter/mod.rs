@@ -2,7 +2,7 @@
 //!
 //! - `sharded`: the parameter. `owned`: a module's reference to it, and the link to its root. `identity`: its id.
 //! - `tied`: another field that shares it.
-//! - `current`: the parameter that an optimizer works on.
+//! - `current`: the parameter that an optimizer works on. `part`: the parameters that its step reaches.
 //! - `member`: the walk that finds parameters. `mailbox`: the message that a walk leaves for one.
 
 pub(crate) mod current;
@@ -10,6 +10,7 @@ pub(crate) mod identity;
 pub(crate) mod mailbox;
 pub(crate) mod member;
 pub(crate) mod owned;
+pub(crate) mod part;
 mod sharded;
 pub(crate) mod tied;
 

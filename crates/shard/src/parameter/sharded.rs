@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::current::{self, Current};
 use super::identity::Identity;
 use super::owned::{Clones, Owned, RootLink};
-use super::{mailbox, member};
+use super::{mailbox, member, part};
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
 use crate::error::Error;
@@ -110,6 +110,47 @@ impl ShardedParam {
             adapter: adapter.map(|adapter| Box::new(change(*adapter))),
             ..self
         }
+    }
+
+    /// Maps the parameter without its adapter.
+    fn mapped<M: ModuleMapper>(
+        value: Shown,
+        identity: Identity,
+        generation: Owned,
+        mapper: &mut M,
+    ) -> Self {
+        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
+            Some((loaded, keeps_id)) => {
+                let value = value.with_elements(loaded);
+                let identity = if keeps_id {
+                    identity
+                } else {
+                    identity.unsettled()
+                };
+                (value, identity)
+            }
+            None => {
+                let path = &generation.unit.slots[generation.slot].path;
+                let shown = Self::shown(&value, &identity, path);
+                let before = shown.id();
+                mapper.exit_module(NAME, CONTAINER);
+                let value = mapped(&generation, shown, path, mapper);
+                mapper.enter_module(NAME, CONTAINER);
+                let identity = if value.id() == before {
+                    identity
+                } else {
+                    Identity::new(value.id())
+                };
+                (guarded(value, &generation, generation.slot), identity)
+            }
+        };
+        let mapped = Self::descend(&generation, Transition::Map, identity, value);
+        if part::is_in_backward() {
+            let (replaced, slot) = (Arc::clone(&generation), generation.slot);
+            drop(generation);
+            replaced.free_replaced(slot);
+        }
+        mapped
     }
 
     /// Returns `value` under its settled id.
@@ -231,32 +272,16 @@ impl Module for ShardedParam {
             generation,
             adapter,
         } = self;
-        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
-            Some((loaded, keeps_id)) => {
-                let value = value.with_elements(loaded);
-                let identity = if keeps_id {
-                    identity
-                } else {
-                    identity.unsettled()
-                };
-                (value, identity)
+        let mapped = if part::leaves_out(&generation.unit, generation.slot) {
+            Self {
+                value,
+                identity,
+                generation,
+                adapter: None,
             }
-            None => {
-                let path = &generation.unit.slots[generation.slot].path;
-                let shown = Self::shown(&value, &identity, path);
-                let before = shown.id();
-                mapper.exit_module(NAME, CONTAINER);
-                let value = mapped(&generation, shown, path, mapper);
-                mapper.enter_module(NAME, CONTAINER);
-                let identity = if value.id() == before {
-                    identity
-                } else {
-                    Identity::new(value.id())
-                };
-                (guarded(value, &generation, generation.slot), identity)
-            }
+        } else {
+            Self::mapped(value, identity, generation, mapper)
         };
-        let mapped = Self::descend(&generation, Transition::Map, identity, value);
         if adapter.is_none() {
             return mapped;
         }

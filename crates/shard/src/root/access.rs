@@ -88,7 +88,9 @@ impl UnitEnd {
 
 impl Announce for UnitEnd {
     fn reached(&self) -> Result<Vec<Reduced>, Error> {
-        self.root.unit_end(&self.generation, self.use_id)
+        let reduced = self.root.unit_end(&self.generation, self.use_id)?;
+        self.root.step_complete_units()?;
+        Ok(reduced)
     }
 
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {
@@ -103,7 +105,9 @@ pub(super) struct Finish(pub(super) Arc<Root>);
 
 impl Announce for Finish {
     fn reached(&self) -> Result<Vec<Reduced>, Error> {
-        self.0.finish()
+        let reduced = self.0.finish()?;
+        self.0.step_complete_units()?;
+        Ok(reduced)
     }
 
     fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {

@@ -222,6 +222,7 @@ impl Root {
             audited.auditor = auditor;
             audited.reduced.clear();
             audited.carried.clear();
+            progress.reductions.accounts.clear();
             progress.audited = audited;
             error.map_or(Ok(()), Err)
         })

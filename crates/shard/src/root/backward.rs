@@ -77,6 +77,9 @@ impl Root {
                 generation.let_go()?;
             }
             progress.uses.open.remove(&use_id);
+            if region::state() == RegionState::Again {
+                progress.uses.end_in_region(unit.position());
+            }
             progress.order.current().end_use(use_id);
             let gradients = progress.gradients.of_uses.remove(&use_id);
             let gradients = gradients.unwrap_or_else(|| unit.empty_slots());
@@ -137,6 +140,8 @@ impl Progress {
         self.counts.finished += 1;
         self.uses.pass = None;
         self.uses.open.clear();
+        self.uses.to_come.clear();
+        self.early.end_backward();
         Ok(std::mem::take(&mut self.reductions.done))
     }
 

@@ -261,7 +261,10 @@ impl Progress {
                     .insert(id, (pass.number, Arc::downgrade(unit)));
             }
             // The use that backward needs is not known yet: the region's second forward creates it.
-            UseKind::Plain => self.order.current().end_use(id),
+            UseKind::Plain => {
+                *self.uses.to_come.entry(unit.position()).or_default() += 1;
+                self.order.current().end_use(id);
+            }
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
         Ok(())
@@ -328,7 +331,12 @@ impl Progress {
     ) -> Result<Tensor<D>, Error> {
         let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
-        let value = current.generation.leaf(slot, value);
+        // Burn keeps a graph's leaves until backward ends. A stand-in lets a shard that is stepped before be freed.
+        let value = if self.early.is_usual {
+            current.generation.own_leaf(slot)
+        } else {
+            current.generation.leaf(slot, value)
+        };
         let stays = current.generation.unit.keeps();
         current.node_of(root, slot, value, stays)
     }

@@ -189,6 +189,7 @@ impl Root {
     pub(super) fn full(&self, generation: &Generation, slot: usize) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
+            generation.expect_held(slot)?;
             generation.flip_if_told(slot);
             generation.check(slot)?;
             return Ok(generation.held_there(slot));
@@ -273,6 +274,7 @@ fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>,
 fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     let unit = &generation.unit;
     let parts = unit.gathered_slots().map(|index| {
+        generation.expect_held(index)?;
         generation.flip_if_told(index);
         let slot = &unit.slots[index];
         if let Some(packing) = &slot.packing {

@@ -40,7 +40,7 @@ impl Progress {
             });
         }
         let tags = own.iter().map(|own| own.as_ref().map(|own| own.tag));
-        let note = self.audited.note(tags);
+        let note = self.unit_note(unit, tags);
         let label = root.label(format_args!(
             "{} gradients of ranks, values {:08x},",
             unit.label(),
@@ -49,6 +49,7 @@ impl Progress {
         let pending = group.start_exchange(label, note)?;
         self.audited.carries(Some(unit), pending.operation());
         let notes = pending.wait()?;
+        self.early.hear(unit, &notes);
         let used: Vec<_> = (0..slots.len())
             .map(|place| is_flagged(&notes, place))
             .collect();

@@ -5,6 +5,7 @@
 //!   next operations), `known` (tensors that no unit manages), `accumulate` (gradients that wait), `reductions` (gradients in transit).
 //! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
 //!   reductions by the policy's hook.
+//! - `early`: units that the optimizer steps before backward ends.
 //! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and
 //!   divided once.
 //! - `advance`: operations in the order common to all ranks.
@@ -19,6 +20,7 @@ mod arrival;
 mod audit;
 mod audited;
 mod backward;
+mod early;
 mod evaluation;
 mod forward;
 mod gather;
@@ -32,6 +34,7 @@ mod routes;
 mod ruler;
 mod state;
 
+pub(crate) use early::Steps;
 pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
 pub(crate) use known::{Known, Named};
 pub(crate) use pass::Place;

@@ -35,6 +35,8 @@ pub(super) struct Uses {
     pub(super) again: Option<Recomputation>,
     /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
+    /// The number of uses in regions whose second forward is still to come, by the unit's position.
+    pub(super) to_come: BTreeMap<usize, usize>,
     /// The values whose unit was last read without autodiff.
     pub(super) reading: Weak<Generation>,
 }
@@ -122,6 +124,24 @@ impl Use {
 }
 
 impl Uses {
+    /// Returns true if this rank will compute further gradients of `unit` in this backward, as far as the forward
+    /// shows.
+    pub(super) fn awaits(&self, unit: &Unit) -> bool {
+        let mut open = self.open.values();
+        self.to_come.contains_key(&unit.position())
+            || open.any(|(_, of)| std::ptr::eq(of.as_ptr(), unit))
+    }
+
+    /// Notes that one use of a unit in a region has ended its backward.
+    pub(super) fn end_in_region(&mut self, position: usize) {
+        if let Some(number) = self.to_come.get_mut(&position) {
+            *number -= 1;
+            if *number == 0 {
+                self.to_come.remove(&position);
+            }
+        }
+    }
+
     /// If a later use in the same pass is still open when `use_id` is gathered again, lengthens the stride of the unit
     /// of the first such use. That unit gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {

@@ -81,7 +81,7 @@ impl Progress {
             let slot = &unit.slots[index];
             sources.push(given(gradients[index].take(), slot, unit)?);
         }
-        let note = self.audited.note(sources.iter().map(|given| given.tag));
+        let note = self.unit_note(unit, sources.iter().map(|given| given.tag));
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
@@ -134,6 +134,7 @@ impl Progress {
             } = reduction;
             // The full gradients are kept until the other ranks have read them.
             let received = pending.wait_released()?;
+            self.early.hear(&generation.unit, &received.notes);
             let groups = &generation.unit.groups;
             let arrived = arrived(received, &mean, groups.reduce.size());
             let sums = sums(&generation, &slots, arrived, arrival);
@@ -170,7 +171,7 @@ impl Progress {
                 gradients_of(leaves, crossed, Arrival::AsHeld)
             }
         };
-        self.arrive(root, gradients)
+        self.deliver(root, generation, slots, gradients)
     }
 
     /// Adds the gradients that were set aside earlier to the shards' gradients.
@@ -228,10 +229,11 @@ impl Progress {
         }
         let label = root.label(format_args!("{} reduction over replicas", unit.label()));
         let sum = Averaging::sum();
-        let note = self.audited.note(tags.into_iter());
+        let note = self.unit_note(unit, tags.into_iter());
         let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
         self.audited.carries(Some(unit), pending.operation());
         let received = pending.wait_released()?;
+        self.early.hear(unit, &received.notes);
         Ok(arrived(received, &sum, replicas.size()))
     }
 
@@ -394,15 +396,20 @@ impl Progress {
         Ok(())
     }
 
-    /// Stores reduced gradients until they go into Burn's `Gradients`. Sealed ones are also kept until an optimizer
-    /// reads them.
-    fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
-        let backward = self.counts.finished;
-        for reduced in &arrived {
-            self.waiting.add(&root.group, backward, reduced)?;
-        }
+    /// Stores reduced gradients until they go into Burn's `Gradients`.
+    pub(super) fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
+        self.keep_sealed(root, &arrived)?;
+        let accounts = self.reductions.account(&arrived);
+        self.reductions.accounts.extend(accounts);
         self.reductions.done.extend(arrived);
         Ok(())
+    }
+
+    /// Keeps sealed gradients until an optimizer reads them.
+    pub(super) fn keep_sealed(&mut self, root: &Root, arrived: &[Reduced]) -> Result<(), Error> {
+        let backward = self.counts.finished;
+        let mut arrived = arrived.iter();
+        arrived.try_for_each(|reduced| self.waiting.add(&root.group, backward, reduced))
     }
 }
 

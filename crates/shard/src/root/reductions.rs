@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use burn_fsdp_collectives::{Pending, Received, Reduction as Averaging};
+use burn_fsdp_collectives::{Account, BufferPool, Pending, Received, Reduction as Averaging};
 
 use super::arrival::Arrival;
 use crate::copies::Generation;
@@ -25,4 +25,21 @@ pub(super) struct Reductions {
     pub(super) in_flight: VecDeque<Reduction>,
     /// Gradients of completed reductions, until they go into Burn's `Gradients`.
     pub(super) done: Vec<Reduced>,
+    /// Counts the reduced gradients of the current backward, until it ends or the optimizer has used them.
+    pub(super) counted: BufferPool,
+    /// The accounts of the gradients that are in Burn's `Gradients`, or will be.
+    pub(super) accounts: Vec<Account>,
+}
+
+impl Reductions {
+    /// Counts the bytes of reduced gradients until the accounts are dropped.
+    pub(super) fn account(&self, gradients: &[Reduced]) -> Vec<Account> {
+        let bytes = |reduced: &Reduced| {
+            reduced.gradient.shape().num_elements() * reduced.gradient.dtype().size()
+        };
+        let gradients = gradients.iter();
+        gradients
+            .map(|reduced| self.counted.account(bytes(reduced)))
+            .collect()
+    }
 }

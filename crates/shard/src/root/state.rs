@@ -9,6 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
 use super::audited::Audited;
+use super::early::Early;
 use super::known::Known;
 use super::order::Order;
 use super::pass::Uses;
@@ -66,6 +67,7 @@ pub(super) struct Progress {
     pub(super) order: Order,
     pub(super) gradients: Accumulation,
     pub(super) reductions: Reductions,
+    pub(super) early: Early,
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,

@@ -7,7 +7,7 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationCounts, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
+use burn_fsdp_shard::{Error, ShardPolicy, backward, backward_and_step, fully_shard};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
@@ -148,6 +148,63 @@ pub(crate) fn train<M: Module + 'static>(
     }
     let params = whole_params((case.build)(device), &model);
     Ok(Outcome { losses, params })
+}
+
+/// The two ways to step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    AfterBackward,
+    InBackward,
+}
+
+impl Way {
+    /// Runs backward and a step of `optim`.
+    pub(crate) fn step<M: Module + 'static>(
+        self,
+        loss: Tensor<1>,
+        model: M,
+        optim: &mut ModuleOptimizer,
+    ) -> Result<M, Error> {
+        match self {
+            Self::InBackward => backward_and_step(loss, model, optim, 1e-2),
+            Self::AfterBackward => {
+                let gradients = backward(loss, &model)?;
+                Ok(optim.step(1e-2, model, gradients))
+            }
+        }
+    }
+}
+
+/// Trains a sharded module one way, with any optimizer. Returns the losses and the parameters.
+pub(crate) fn train_by<M: Module + 'static>(
+    way: Way,
+    mut model: M,
+    mut optim: ModuleOptimizer,
+    steps: usize,
+    plain: M,
+    loss: impl Fn(&M, usize) -> Tensor<1>,
+) -> Result<Outcome, Error> {
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let loss = loss(&model, step);
+        losses.push(loss.clone().into_scalar::<f32>());
+        model = way.step(loss, model, &mut optim)?;
+    }
+    let params = whole_params(plain, &model);
+    Ok(Outcome { losses, params })
+}
+
+/// Asserts that two runs agree in every bit.
+pub(crate) fn assert_same(got: &Outcome, want: &Outcome, what: &str) {
+    assert_eq!(got.losses, want.losses, "{what}");
+    for ((path, got), (_, want)) in got.params.iter().zip(&want.params) {
+        let is_same = got
+            .iter()
+            .map(|x| x.to_bits())
+            .eq(want.iter().map(|x| x.to_bits()));
+        assert!(is_same, "{what}: {path} differs");
+    }
+    assert_eq!(got.params.len(), want.params.len());
 }
 
 /// Joins the ranks' outcomes: the mean of their losses, and their parameters, which must be the same.

@@ -26,6 +26,7 @@ mod shares;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
 mod skipped;
 mod states;
+mod stepping;
 mod switches;
 mod unused;
 mod warnings;

@@ -16,7 +16,7 @@ fn square<const D: usize>(output: Tensor<D>) -> Tensor<1> {
 }
 
 /// A region around each unit.
-fn around_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+pub(crate) fn around_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
     for block in &model.blocks {
         x = recompute(block, x, |block: &Block, x| block.forward(x));
@@ -25,7 +25,7 @@ fn around_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tenso
 }
 
 /// A region inside each unit: some of its parameters are used outside of it.
-fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+pub(crate) fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
     for block in &model.blocks {
         let y = block.norm.forward(x.clone());
@@ -38,7 +38,7 @@ fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tenso
 }
 
 /// One region around everything but the tokens.
-fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+pub(crate) fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
     recompute(model, x, |model: &Mlp, x| {
         let mut x = x;
@@ -49,7 +49,7 @@ fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<
     })
 }
 
-fn recurrent(model: &Recurrent, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+pub(crate) fn recurrent(model: &Recurrent, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let mut x = input([2, 6, 5], rank, step, device);
     for layer in &model.layers {
         x = recompute(layer, x, |layer: &burn::nn::Lstm, x| {

@@ -34,7 +34,13 @@ impl Routed {
         }
     }
 
-    fn through(&self, layers: &[usize], rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    pub(crate) fn through(
+        &self,
+        layers: &[usize],
+        rank: usize,
+        step: usize,
+        device: &Device,
+    ) -> Tensor<1> {
         let mut x = input([2, 5], rank, step, device);
         for &layer in layers {
             x = self.layers[layer].forward(x);

@@ -13,8 +13,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params,
-    plain_device, seeded, since,
+    Case, Outcome, SEED, Way, assert_close, assert_same, build, device, joined, on_ranks,
+    optimizer, params, plain_device, seeded, since, train_by,
 };
 use super::nets::{Block, Mlp, tokens};
 
@@ -171,6 +171,25 @@ fn adapters_train_in_recomputed_regions() {
             &plainly(ranks, 3),
             1e-5,
         );
+    }
+}
+
+/// Factors step in backward, also if their frozen weight belongs to a unit that has no other trained parameter.
+#[test]
+fn factors_step_in_backward_as_after_it() {
+    for ranks in 1..=3 {
+        let run = |way: Way| {
+            joined(&on_ranks(ranks, move |world| {
+                let model = sharded(&world, blocks())?;
+                let (rank, device) = (world.rank(), device());
+                let plain = plain(&device, adapters());
+                train_by(way, model, optimizer(), 4, plain, |model, step| {
+                    model.loss(rank, step, &device)
+                })
+            }))
+        };
+        let [got, want] = [Way::InBackward, Way::AfterBackward].map(run);
+        assert_same(&got, &want, "factors");
     }
 }
 

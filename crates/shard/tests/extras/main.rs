@@ -37,5 +37,6 @@ mod scaler;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
 mod skipped;
 mod staging;
+mod stepping;
 mod unmanaged;
 mod wrapper;

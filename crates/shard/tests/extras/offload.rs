@@ -61,8 +61,8 @@ mod elsewhere {
     };
 
     use super::super::bench::{
-        Case, Outcome, assert_close, build, named_device, optimizer, params, seeded_by_rank, train,
-        whole_params,
+        Case, Outcome, Way, assert_close, assert_same, build, named_device, optimizer, params,
+        seeded_by_rank, train, train_by, whole_params,
     };
     use super::super::nets::{Block, CONV_NET, RECURRENT, tokens};
     use super::*;
@@ -118,6 +118,24 @@ mod elsewhere {
         agrees(MLP, &blocks().strategy(Strategy::ShardGradOp));
         agrees(MLP, &blocks().strategy(Strategy::NoShard));
         agrees(MLP, &blocks().whole_below(110).prefetch(0));
+    }
+
+    #[test]
+    fn offloaded_shards_step_in_backward_as_after_it() {
+        for ranks in 1..=2 {
+            let run = |way: Way| {
+                on_ranks(ranks, move |world| {
+                    let device = compute();
+                    let model = build(MLP, &world, &device, offloaded(blocks()))?;
+                    let (rank, plain) = (world.rank(), (MLP.build)(&device));
+                    train_by(way, model, optimizer(), 3, plain, |model, step| {
+                        (MLP.loss)(model, rank, step, &device)
+                    })
+                })
+            };
+            let (got, want) = (run(Way::InBackward), run(Way::AfterBackward));
+            assert_same(&got[0], &want[0], "offloaded");
+        }
     }
 
     /// AdamW that records the devices of its inputs and states.

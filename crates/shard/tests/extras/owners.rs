@@ -21,7 +21,7 @@ use super::bench::{
 };
 use super::nets::{CONV_NET, MLP, Mlp};
 
-type Make = fn() -> ModuleOptimizer;
+pub(crate) type Make = fn() -> ModuleOptimizer;
 
 const STEPS: usize = 4;
 
@@ -41,7 +41,7 @@ fn clipping() -> ModuleOptimizer {
     adamw().with_grad_clipping(GradientClipping::Norm(1e-3))
 }
 
-const WHOLE: [(&str, Make); 5] = [
+pub(crate) const WHOLE: [(&str, Make); 5] = [
     ("muon", muon),
     ("adafactor", || AdafactorConfig::new().init()),
     ("lamb", || LambConfig::new().init()),

@@ -4,6 +4,7 @@ mod forecast;
 mod growth;
 mod held;
 mod optimizers;
+mod stepping;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

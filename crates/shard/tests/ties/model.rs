@@ -9,8 +9,8 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
 
 use super::bench::{
-    Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, params, plain_device, ready,
-    seeded, whole_params,
+    Outcome, SEED, Way, assert_close, device, joined, on_ranks, optimizer, params, plain_device,
+    ready, seeded, train_by, whole_params,
 };
 use super::nets::{Block, Mlp, tokens};
 
@@ -197,6 +197,23 @@ pub(crate) fn sharded(ranks: usize, replicas: usize, steps: usize, policy: Shard
         })
     });
     joined(&outcomes)
+}
+
+/// Trains [`Tied`] one way, with any loss.
+pub(crate) fn sharded_by(
+    way: Way,
+    ranks: usize,
+    policy: ShardPolicy,
+    loss: impl Fn(&Tied, usize, usize, &Device) -> Tensor<1> + Copy + Send + Sync + 'static,
+) -> Outcome {
+    joined(&on_ranks(ranks, move |world| {
+        let (device, rank) = (device(), world.rank());
+        let model = build(&world, policy.clone())?;
+        let plain = Tied::of_rank(9, &device);
+        train_by(way, model, optimizer(), 4, plain, |model, number| {
+            loss(model, rank, number, &device)
+        })
+    }))
 }
 
 /// The whole parameters, each once, of a module whose fields all have equal values.

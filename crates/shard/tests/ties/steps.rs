@@ -8,9 +8,10 @@ use burn_fsdp_shard::{
     fully_shard, grad_norm, local_state, no_sync, recompute,
 };
 
-use super::bench::{Outcome, device, joined, on_ranks, optimizer, since};
+use super::bench::{Outcome, Way, assert_same, device, joined, on_ranks, optimizer, since};
 use super::model::{
-    Net, Once, Tied, assert_trained, build, mesh, plainly, plainly_by, sharded, step, whole,
+    Net, Once, Tied, assert_trained, build, mesh, plainly, plainly_by, sharded, sharded_by, step,
+    whole,
 };
 
 /// Units with the fields together, with the fields apart, and with a field that is the only parameter of its unit.
@@ -55,6 +56,22 @@ fn tied_fields_train_with_every_strategy_cut_and_owner() {
             policy.clone().reshard_after_forward_to(1),
         ] {
             assert_trained(&sharded(3, 1, 4, policy.audit(Audit::EveryStep)), &want);
+        }
+    }
+}
+
+/// The table's unit is used several times, so it steps at the end of backward.
+#[test]
+fn tied_fields_step_in_backward_as_after_it() {
+    let losses: [fn(&Tied, usize, usize, &Device) -> burn::tensor::Tensor<1>; 2] =
+        [Tied::loss, in_regions];
+    for ranks in 1..=4 {
+        for policy in units() {
+            for loss in losses {
+                let run = |way| sharded_by(way, ranks, policy.clone(), loss);
+                let [got, want] = [Way::InBackward, Way::AfterBackward].map(run);
+                assert_same(&got, &want, "tied fields");
+            }
         }
     }
 }

@@ -1,0 +1,185 @@
+//! Units that the optimizer steps before backward ends.
+//!
+//! If the program calls [`backward_and_step`](crate::backward_and_step), the root holds its optimizer and module as
+//! [`Steps`]. A unit's reduction is its last if the rest of the recorded order has no operation of the unit, and the
+//! reduction's notes announce no other. Both are the same on all ranks. Other gradients wait for the end of backward.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn_fsdp_collectives::Account;
+
+use super::state::{Phase, Progress, Root};
+use crate::audit::{Tag, announce_more, announces_more};
+use crate::copies::{Copies, Generation};
+use crate::error::Error;
+use crate::op::Reduced;
+use crate::unit::Unit;
+
+/// The module and the optimizer of a program that steps in backward.
+pub(crate) trait Steps: Send + Sync {
+    /// Returns true if `leaf` is a parameter of the module.
+    fn knows(&self, leaf: NodeId) -> bool;
+
+    /// Updates the parameters in `slots` with their gradients, and frees both the gradients and the old values. The
+    /// gradients that this rank does not hold are missing.
+    fn step(
+        &self,
+        root: &Root,
+        generation: &Arc<Generation>,
+        slots: &[usize],
+        gradients: Vec<Reduced>,
+    ) -> Result<(), Error>;
+}
+
+/// The units of the current backward that are stepped before it ends, and those that wait.
+#[derive(Default)]
+pub(super) struct Early {
+    steps: Option<Arc<dyn Steps>>,
+    /// True if the last backward stepped, so the next one probably will.
+    pub(super) is_usual: bool,
+    /// Units of which all gradients have arrived, until the optimizer steps them.
+    complete: Vec<Complete>,
+    /// Units that were complete.
+    stepped: BTreeSet<usize>,
+    /// Units with gradients that wait for the end of backward, or that some rank will reduce again.
+    waiting: BTreeSet<usize>,
+}
+
+/// A unit of which all gradients have arrived.
+struct Complete {
+    generation: Arc<Generation>,
+    /// The slots that the unit's own reduction carries.
+    slots: Vec<usize>,
+    gradients: Vec<Reduced>,
+    accounts: Vec<Account>,
+}
+
+impl Early {
+    /// Reads in a reduction's notes whether any rank will reduce gradients of `unit` again.
+    pub(super) fn hear(&mut self, unit: &Unit, notes: &[Vec<u8>]) {
+        if announces_more(notes) {
+            self.waiting.insert(unit.position());
+        }
+    }
+
+    pub(super) fn end_backward(&mut self) {
+        self.is_usual = self.steps.is_some();
+        self.stepped.clear();
+        self.waiting.clear();
+    }
+}
+
+impl Root {
+    /// Sets the module and the optimizer that step units in the next backward; `None` for a backward without steps.
+    pub(crate) fn step_along(&self, steps: Option<Arc<dyn Steps>>) {
+        self.progress().early.steps = steps;
+    }
+
+    /// Returns the maximum bytes of reduced gradients that existed together during a backward.
+    pub(crate) fn gradients_peak(&self) -> usize {
+        self.progress().reductions.counted.peak_bytes()
+    }
+
+    pub(crate) fn reset_gradients_peak(&self) {
+        self.progress().reductions.counted.reset_peak();
+    }
+
+    /// Returns true if the next backward reduces the gradients of `unit` over all ranks and returns them.
+    pub(crate) fn returns_gradients_of(&self, unit: &Unit) -> bool {
+        unit.syncs() && unit.crosses() && self.is_last()
+    }
+
+    /// Lets the optimizer step the units that have become complete. The state of the step is not locked meanwhile.
+    pub(crate) fn step_complete_units(&self) -> Result<(), Error> {
+        let (steps, complete) = {
+            let early = &mut self.progress().early;
+            (early.steps.clone(), std::mem::take(&mut early.complete))
+        };
+        let Some(steps) = steps else {
+            return Ok(());
+        };
+        for complete in complete {
+            let Complete {
+                generation,
+                slots,
+                gradients,
+                accounts,
+            } = complete;
+            let tags = gradients.iter().map(|reduced| (reduced.node, reduced.tag));
+            let tags: Vec<_> = tags.collect();
+            steps.step(self, &generation, &slots, gradients)?;
+            drop(accounts);
+            self.handed_over(&tags);
+            // Burn's graph, or the rest of backward, may hold the generation for longer.
+            Copies::of(&generation).free_replaced(&generation, &slots);
+        }
+        Ok(())
+    }
+}
+
+impl Progress {
+    /// Returns the note of a unit's reduction: for each gradient, whether this rank has it, and its tag in an audited
+    /// step; and whether a rank needs another reduction of the unit in this backward.
+    pub(super) fn unit_note(
+        &self,
+        unit: &Unit,
+        given: impl Iterator<Item = Option<Tag>> + Clone,
+    ) -> Vec<u8> {
+        let mut note = self.audited.note(given);
+        // A rank in its forward, which takes part only for the other ranks, does not know its uses yet.
+        let is_known = self.phase == Phase::Backward;
+        if !is_known || self.uses.awaits(unit) || self.early.waiting.contains(&unit.position()) {
+            announce_more(&mut note);
+        }
+        note
+    }
+
+    /// Passes on the gradients that the reductions of a unit have summed over all ranks: to the optimizer if they are
+    /// complete, otherwise to the end of backward.
+    pub(super) fn deliver(
+        &mut self,
+        root: &Root,
+        generation: &Arc<Generation>,
+        slots: &[usize],
+        gradients: Vec<Reduced>,
+    ) -> Result<(), Error> {
+        let position = generation.unit.position();
+        if self.early.stepped.contains(&position) && !gradients.is_empty() {
+            return Err(Error::State {
+                unit: generation.unit.label(),
+                expected: "without further gradients in this backward".to_owned(),
+                got: "stepped before its last gradient arrived".to_owned(),
+                advice: "call `backward` and step after it; please report this",
+            });
+        }
+        if !self.is_complete(generation, slots) {
+            self.early.waiting.insert(position);
+            return self.arrive(root, gradients);
+        }
+        self.keep_sealed(root, &gradients)?;
+        self.early.stepped.insert(position);
+        // If only other ranks need the unit from now on, its new values take part.
+        self.order.used.remove(&position);
+        self.early.complete.push(Complete {
+            generation: generation.clone(),
+            slots: slots.to_vec(),
+            accounts: self.reductions.account(&gradients),
+            gradients,
+        });
+        Ok(())
+    }
+
+    /// Returns true if no rank will compute another gradient of the unit or use its values in this backward.
+    fn is_complete(&self, generation: &Generation, slots: &[usize]) -> bool {
+        let Some(steps) = &self.early.steps else {
+            return false;
+        };
+        let position = generation.unit.position();
+        let is_known = |&slot: &usize| generation.node(slot).is_some_and(|leaf| steps.knows(leaf));
+        !self.early.waiting.contains(&position)
+            && self.order.schedules.last().is_done_with(position)
+            && slots.iter().all(is_known)
+    }
+}
