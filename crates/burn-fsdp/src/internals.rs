@@ -35,12 +35,14 @@ pub mod state {
     };
 }
 
-/// States with checksums, gradients by unit, whole gradients, and the states of optimizers and loss scalers.
+/// Steps in backward, states with checksums, gradients by unit, whole gradients, and the states of optimizers and loss
+/// scalers.
 pub mod optim {
     pub use burn_fsdp_shard::{
         Clipped, LossScalerState, LowBitState, NonFinite, SealedOptimizer, SealedState,
-        UnitGradients, check_elementwise_once, check_same_optimizer, full_gradients, grad_norm,
-        gradients_by_unit, owner_groups, params_with_gradient, shard_gradients,
+        UnitGradients, backward_and_step, check_elementwise_once, check_same_optimizer,
+        full_gradients, grad_norm, gradients_by_unit, owner_groups, params_with_gradient,
+        shard_gradients,
     };
 }
 

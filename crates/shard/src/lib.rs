@@ -41,7 +41,7 @@
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: detects trained parameters that no unit would reduce.
 //! - `recompute` (activation checkpointing), `numbers` (repeats the random numbers of a region), `leaves` (autodiff
-//!   leaves that ranks share) and `step` ([`backward`]).
+//!   leaves that ranks share), `step` ([`backward`]) and `stepping` ([`backward_and_step`]).
 //! - `wrapper`: a module type that has the most common functions as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.

@@ -49,7 +49,8 @@ use crate::thrown::catch;
 /// old values of its units until its backward ends. To accumulate gradients, call [`backward`] in
 /// [`no_sync`](crate::no_sync) for all micro-batches except the last, and this function for the last.
 ///
-/// Each early update walks over the whole module.
+/// Each early update walks over the whole module. [`Memory::gradients_peak`](crate::Memory::gradients_peak) shows the
+/// gradients that existed together.
 ///
 /// ```no_run
 /// # use burn::{module::Module, optim::AdamWConfig, tensor::Tensor};
