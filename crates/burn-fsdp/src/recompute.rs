@@ -1,7 +1,8 @@
 //! Activation checkpointing, in both engines.
 
 use burn::module::Module;
-use burn::tensor::Tensor;
+use burn_fsdp_shard::region_device;
+use burn_fsdp_spmd::Batch;
 use burn_fsdp_spmd::trace::{is_traced, traced_region};
 
 /// Runs `forward(module, input)`, and keeps only `input` for backward, which recomputes the rest. This saves the
@@ -38,18 +39,20 @@ use burn_fsdp_spmd::trace::{is_traced, traced_region};
 /// let gradients = output.sum().backward();
 /// assert!(layer.weight.val().grad(&gradients).is_some());
 /// ```
-pub fn recompute<M, F, const D: usize, const E: usize>(
-    module: &M,
-    input: Tensor<D>,
-    forward: F,
-) -> Tensor<E>
+pub fn recompute<M, F, I, O>(module: &M, input: I, forward: F) -> O
 where
     M: Module + Sync + 'static,
-    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
+    I: Batch + Send + Sync,
+    O: Batch,
+    F: Fn(&M, I) -> O + Send + Sync + 'static,
 {
-    if is_traced() {
-        traced_region(&input.device(), || forward(module, input))
+    let device = if is_traced() {
+        region_device(module, &input)
     } else {
-        burn_fsdp_shard::recompute(module, input, forward)
+        None
+    };
+    match device {
+        Some(device) => traced_region(&device, || forward(module, input)),
+        None => burn_fsdp_shard::recompute(module, input, forward),
     }
 }

@@ -8,6 +8,7 @@ use burn::tensor::Tensor;
 
 use crate::copies::Generation;
 use crate::error::Error;
+use crate::region::SharedUse;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
@@ -62,10 +63,10 @@ pub(super) struct Recomputation {
     pub(super) uses: Vec<Use>,
 }
 
-/// One use of a unit in a forward, until another unit is used. Each of its parameters has one autodiff node.
+/// One use of a unit in a forward, until another unit is used. Each of its parameters has one autodiff node. Regions
+/// inside the use get the parameters without nodes.
 pub(super) struct Use {
-    pub(super) kind: UseKind,
-    pub(super) id: u64,
+    pub(super) shared: Arc<SharedUse>,
     pub(super) generation: Arc<Generation>,
     pub(super) token: Tensor<1>,
     pub(super) nodes: Slots<Node>,
@@ -74,26 +75,15 @@ pub(super) struct Use {
 /// A full parameter as an autodiff node: a `Tensor<D>` for some `D`.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// The nodes that a use of a unit creates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum UseKind {
-    /// One node for each parameter, for backward.
-    Tracked,
-    /// No nodes, for a region that will run again.
-    Plain,
-}
-
 impl Use {
     /// Begins a use of a unit.
     pub(super) fn new(
-        kind: UseKind,
-        id: u64,
+        shared: Arc<SharedUse>,
         generation: &Arc<Generation>,
         token: &Tensor<1>,
     ) -> Self {
         Self {
-            kind,
-            id,
+            shared,
             generation: generation.clone(),
             token: token.clone(),
             nodes: generation.unit.empty_slots(),
