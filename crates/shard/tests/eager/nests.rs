@@ -44,7 +44,7 @@ fn leaf<const D: usize>(shape: [usize; D], number: usize) -> Tensor<D> {
 fn bits<const D: usize>(gradient: Option<Tensor<D>>) -> Option<(DType, Vec<u8>)> {
     gradient.map(|gradient| {
         let data = gradient.into_data();
-        (data.dtype, data.as_bytes().to_vec())
+        (data.dtype(), data.as_bytes().to_vec())
     })
 }
 
@@ -439,7 +439,7 @@ fn averaged(
         let own = gradients.get::<D>(param.id).expect("used").into_data();
         let all = world.exchange("gradients", own.as_bytes().to_vec())?;
         let parts = all.into_iter().map(|bytes| {
-            let data = TensorData::from_bytes_vec(bytes, own.shape.clone(), own.dtype);
+            let data = TensorData::from_bytes_vec(bytes, own.shape().clone(), own.dtype());
             Tensor::<D>::from_data(data, &plain_device())
         });
         let sum = parts.reduce(|sum, part| sum + part).expect("a rank");

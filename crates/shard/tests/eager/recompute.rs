@@ -228,7 +228,7 @@ fn twice(blocks: &[Block], x: Tensor<3>) -> Tensor<3> {
 }
 
 /// The kinds of operations of a step, with their numbers, and the loss of each step.
-type Seen = (Vec<usize>, Vec<f32>);
+type Seen = (Vec<u64>, Vec<f32>);
 
 /// The operations of the third step, on each rank.
 fn seen(blocks: Blocks, ranks: usize, policy: &ShardPolicy) -> Vec<Seen> {
