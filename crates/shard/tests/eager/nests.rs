@@ -240,13 +240,18 @@ fn partly_tracked_nests_have_the_gradients_of_plain_burn() {
                     |is_region| of_three(three, is_region, flags(tracked), flags(used), is_deep);
                 let (got, want) = (of(true), of(false));
                 for (place, (got, want)) in got.into_iter().zip(want).enumerate() {
+                    let what = format!("{number}, {tracked:b}, {used:b}, {is_deep}, {place}");
                     // A region that backward visits passes zeros to inputs that its loss does not depend on.
                     let is_zero = |(_, bits): &(DType, Vec<u8>)| bits.iter().all(|&byte| byte == 0);
                     let got = got.filter(|got| want.is_some() || !is_deep || !is_zero(got));
-                    assert_eq!(
-                        got, want,
-                        "forward {number}, tracked {tracked:b}, used {used:b}, deep {is_deep}, gradient {place}"
-                    );
+                    assert_eq!(got.is_some(), want.is_some(), "{what}");
+                    if let (Some((dtype, got)), Some((_, want))) = (got, want) {
+                        // Sums of more than two gradients may be added in another order.
+                        let [got, want] = [got, want].map(|bits| {
+                            TensorData::from_bytes_vec(bits.clone(), [bits.len() / 4], dtype)
+                        });
+                        got.assert_approx_eq::<f32>(&want, burn::tensor::Tolerance::relative(1e-6));
+                    }
                 }
             }
         }

@@ -274,7 +274,13 @@ fn regions_share_the_gathers_of_their_unit() {
             for (name, blocks) in SHARED {
                 let want = &plain[usize::from(name == "twice")];
                 let got = seen(blocks, ranks, policy);
-                assert_eq!(&got, want, "{name}, {ranks} ranks, policy {number}");
+                let what = format!("{name}, {ranks} ranks, policy {number}");
+                for ((got, losses), (want, expected)) in got.iter().zip(want) {
+                    assert_eq!(got, want, "{what}");
+                    for (got, want) in losses.iter().zip(expected) {
+                        assert!((got - want).abs() <= 1e-5 * want.abs(), "{what}");
+                    }
+                }
             }
             if ranks == 3 && number == 0 {
                 let gathers = OperationKind::ALL
@@ -309,31 +315,6 @@ fn regions_inside_units_change_nothing() {
     agrees(MLP, losses[3], &blocks.clone().strategy(Strategy::NoShard));
     agrees(MLP, losses[6], &blocks.prefetch(2));
     agrees(MLP, losses[5], &ShardPolicy::new());
-}
-
-/// Ranks that skip the region of a unit, or all of the unit, take part in its operations.
-#[test]
-fn ranks_may_skip_regions() {
-    fn skipping(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
-        let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
-        for (index, block) in model.blocks.iter().enumerate() {
-            x = match (rank + index + step) % 3 {
-                0 => after(block, recompute(block, before(block, x), between)),
-                1 => block.forward(x),
-                _ => x,
-            };
-        }
-        square(model.head.forward(model.norm.forward(x)))
-    }
-    let case = Case {
-        loss: skipping,
-        ..MLP
-    };
-    for ranks in 2..=4 {
-        let want = plainly(case, ranks, 6);
-        let policy = ShardPolicy::new().units(["blocks.*"]);
-        assert_close(&sharded(case, ranks, 6, policy), &want, 1e-5);
-    }
 }
 
 #[derive(Module, Debug)]
