@@ -49,8 +49,8 @@ fn copy<M: Module>(module: &M) -> M {
 /// is only a part of a unit adds no gathers: it shares the unit's full weights with the rest of the unit.
 ///
 /// `input` and the output are tensors or any nesting of tensors: tuples, arrays, vectors, options, maps, and structs
-/// that implement [`Batch`]. Float tensors get their gradients; ints and bools pass through. If the region's loss does
-/// not depend on an input, gradients of zero pass through that input, unless it is a leaf.
+/// that implement [`Batch`]. Float tensors get their gradients; ints and bools pass through. If the loss depends on
+/// the region but not on one of its inputs, gradients of zero pass through that input, unless it is a leaf.
 ///
 /// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times,
 /// and must not capture a tracked tensor, whose gradient would be lost; violations are errors. Pass such a tensor in
