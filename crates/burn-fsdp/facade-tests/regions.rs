@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::activation::gelu;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{Mode, Options, compile};
 use burn_fsdp::internals::compile::graph::Phase;
 use burn_fsdp::state::into_record;
@@ -469,5 +469,105 @@ fn regions_of_compiled_steps_are_computed_again() {
                 assert_close(&format!("rank {rank} of {ranks}"), got, want);
             }
         }
+    }
+}
+
+/// The result of a block in a nest: its output, outputs so far, and the places of a selection.
+type Nest = (Tensor<2>, Vec<Tensor<2>>, Option<Tensor<1, Int>>);
+
+/// A loss whose blocks pass nests on, in regions or not.
+fn loss_of_nests(
+    net: &Net,
+    (x, places): (Tensor<2>, Tensor<1, Int>),
+    is_region: bool,
+) -> Tensor<1> {
+    fn run(block: &Block, (x, mut outputs, places): Nest) -> Nest {
+        let y = block.kept(x.clone());
+        let y = match &places {
+            Some(places) => y.clone() + y.mean_dim(0) * places.clone().float().mean(),
+            None => y,
+        };
+        outputs.push(y.clone());
+        (x + y, outputs, places)
+    }
+    let mut nest = (x, Vec::new(), Some(places.clone()));
+    for block in &net.blocks {
+        nest = if is_region {
+            recompute(block, nest, run)
+        } else {
+            run(block, nest)
+        };
+    }
+    let (x, outputs, _) = nest;
+    let x = outputs.into_iter().fold(x, |x, output| x + output * 0.3);
+    net.head.forward(x.select(0, places)).square().mean()
+}
+
+/// Regions of compiled steps and of eager ones take the same nests.
+#[test]
+fn regions_take_nests_in_both_engines() {
+    let _alone = alone();
+    let given = |step: usize, device: &Device| {
+        let places = Tensor::<1, Int>::from_data([0, 3, 1 + step as i64 % 2, 3], device);
+        (batch(step, 0, device), places)
+    };
+    let eager = |is_region: bool| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let model = Net::new(0.0, &device);
+        let mut model = fully_shard(model, &ProcessGroup::solo(), policy).expect("is new");
+        let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let loss = loss_of_nests(&model, given(step, &device), is_region);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model).expect("runs");
+            model = optimizer.step(RATE, model, gradients);
+        }
+        losses
+    };
+    let compiled = |is_region: bool| {
+        let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard);
+        let options = Options::default().kernels(false).recompute(None);
+        let mode = mode.options(options).verified();
+        let loss = move |model: &Net, given: (Tensor<2>, Tensor<1, Int>)| {
+            loss_of_nests(model, given, is_region)
+        };
+        let init = |device: &Device| Net::new(0.0, device);
+        let mut step = compile(init, loss, SgdConfig::new().build(), mode).expect("compiles");
+        let losses = (0..STEPS).map(|number| {
+            let given = given(number, &Device::flex());
+            step.step(RATE, &given).expect("runs") as f32
+        });
+        let losses: Vec<f32> = losses.collect();
+        let graph = step.graph().expect("it has run");
+        let backward = graph.nodes().iter().filter(|n| n.phase == Phase::Backward);
+        (losses, backward.count())
+    };
+    let device = Device::flex().autodiff();
+    let mut model = Net::new(0.0, &device);
+    let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
+    let mut want = Vec::new();
+    for step in 0..STEPS {
+        let loss = loss_of_nests(&model, given(step, &device), false);
+        want.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(RATE, model, gradients);
+    }
+    assert_eq!(eager(true), want);
+    assert_eq!(eager(false), want);
+    let (again, kept) = (compiled(true), compiled(false));
+    assert_eq!(again.0, kept.0);
+    assert!(
+        again.1 > kept.1,
+        "{} nodes, and {} without",
+        again.1,
+        kept.1
+    );
+    for (got, want) in again.0.iter().zip(&want) {
+        assert!(
+            (got - want).abs() <= 1e-5 * want.abs(),
+            "{got} is not {want}"
+        );
     }
 }

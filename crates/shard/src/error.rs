@@ -287,7 +287,7 @@ pub enum Error {
     /// A recomputed region that captures a tensor with a graph, other than its input and its module's tensors.
     #[error(
         "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
-         pass it as the region's input, or detach it"
+         pass it in the region's input, for example in a tuple, or detach it"
     )]
     Captured,
     /// A recomputed region whose second run differs from its first.
@@ -296,10 +296,10 @@ pub enum Error {
          dropout and other random numbers outside, or run each rank as a process"
     )]
     Recomputed {
-        /// An element of the first run's output.
-        first: f32,
-        /// The same element of the second run's output.
-        second: f32,
+        /// An element of the first run's output, or the number of its float tensors and elements.
+        first: String,
+        /// The second run's counterpart of `first`.
+        second: String,
     },
     /// A wrong number of bytes read for a tensor.
     #[error("`{path}`: expected {expected} bytes for this rank's part, got {got}")]

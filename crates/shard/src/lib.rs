@@ -13,7 +13,8 @@
 //!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
 //!   `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
-//! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
+//! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in, and the
+//!   uses of units that belong to it.
 //! - `audit`: the check that each gradient of a step was summed and divided once.
 //! - `packing`: the 8-bit form of shards in transit.
 //! - `adapter`: the arithmetic of a weight and its low-rank adapter.
@@ -40,8 +41,9 @@
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: detects trained parameters that no unit would reduce.
-//! - `recompute` (activation checkpointing), `numbers` (repeats the random numbers of a region), `leaves` (autodiff
-//!   leaves that ranks share), `step` ([`backward`]) and `stepping` ([`backward_and_step`]).
+//! - `nest` (inputs and outputs of a region), `recompute` (activation checkpointing), `numbers` (repeats the random
+//!   numbers of a region), `leaves` (autodiff leaves that ranks share), `step` ([`backward`]) and `stepping`
+//!   ([`backward_and_step`]).
 //! - `wrapper`: a module type that has the most common functions as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
@@ -60,6 +62,7 @@ mod gradient_hook;
 mod inspect;
 mod layer;
 mod leaves;
+mod nest;
 mod numbers;
 mod offload;
 mod op;
@@ -104,7 +107,7 @@ pub use inspect::units::{UnitHandle, UnitMemory, Unsharding, no_sync, units, unu
 pub use pins::Pinned;
 pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
 pub use probes::is_probe;
-pub use recompute::recompute;
+pub use recompute::{recompute, region_device};
 pub use reduction_hook::{FullGradient, UnitReduction};
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, input_type, reset};

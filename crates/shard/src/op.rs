@@ -1,6 +1,6 @@
 //! The engine's operations as Burn backend operations, differentiated by hand.
 //!
-//! The engine adds three kinds of nodes to the autodiff graph, and nothing to the model's code:
+//! The engine adds a few kinds of nodes to the autodiff graph, and nothing to the model's code:
 //!
 //! - `unshard`: its output is the full parameter. Backward passes the full gradient to the unit. If full weights are
 //!   dropped after forward, the node is memory-bound regardless of the device's strategy: consumers keep the node
@@ -8,7 +8,8 @@
 //! - `link`: a link of the *token*, a no-op that sets the depth of the nodes attached to it. Burn's backward runs by
 //!   depth, and the token makes it run unit by unit. Each link carries an [`Announce`], which runs when a unit's
 //!   gradients are complete or backward is about to end.
-//! - `recomputed`: its output is a region's output. Backward runs the region again.
+//! - `attach`, `recomputed` and `returned`: a region's inputs, the region, whose backward runs it again, and its outputs,
+//!   which have stored their gradients by then.
 //!
 //! The engine chooses the depth of a link with a *ruler*, an untracked parent that backward does not visit: a node is
 //! one deeper than its deepest parent, tracked or not.
@@ -24,8 +25,8 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
@@ -50,6 +51,7 @@ use burn_fsdp_collectives::{Label, Seal};
 
 use crate::audit::Tag;
 use crate::error::Error;
+use crate::region::{InputNode, OutputGradient, Region};
 use crate::thrown::throw;
 
 /// The full parameter of one use of a unit, as backward accesses it.
@@ -88,23 +90,6 @@ pub(crate) struct Reduced {
     pub(crate) seal: Option<(Seal, Label)>,
 }
 
-/// A gradient that a region passes on, with its node and shape.
-pub(crate) struct HandedOn {
-    /// The leaf in the outer graph; `None` for the region's input.
-    pub(crate) node: Option<NodeId>,
-    /// The gradient, flat and without autodiff.
-    pub(crate) gradient: Tensor<1>,
-    /// Shape of the leaf.
-    pub(crate) shape: Shape,
-}
-
-/// A type-erased region of the model, which runs again in backward.
-pub(crate) trait Region: fmt::Debug + Send + Sync {
-    /// Runs the region again with a graph, backpropagates `gradient` (flat, without autodiff) through it, and returns
-    /// the resulting gradients.
-    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
-}
-
 /// The engine's operations. A `full` parameter has no autodiff; `value` is the tensor that the optimizer sees.
 #[backend_extension(
     Flex,
@@ -132,13 +117,23 @@ pub(crate) trait ShardOps: Backend {
     /// Makes `ruler`, which is untracked, `links` levels deeper.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
-    /// Returns the `output` that a region computed from `input` without a graph, as a node whose backward runs `region`
-    /// again. `token` makes the node deeper than the units that the region uses.
-    fn recomputed(
-        output: FloatTensor<Self>,
-        input: FloatTensor<Self>,
+    /// Returns a token that is deeper than `token` and `input`, an input of a region, and sets `node` to the input's
+    /// node. Returns `token` if `input` has no gradient.
+    fn attach(
         token: FloatTensor<Self>,
-        region: Arc<dyn Region>,
+        input: FloatTensor<Self>,
+        node: Arc<OnceLock<InputNode>>,
+    ) -> FloatTensor<Self>;
+
+    /// Returns a node whose backward runs `region` again. `token` makes it deeper than the region's inputs and units.
+    fn recomputed(token: FloatTensor<Self>, region: Arc<dyn Region>) -> FloatTensor<Self>;
+
+    /// Returns the `output` that a region computed without a graph, as a node whose backward stores its gradient for
+    /// the region, the node `region`.
+    fn returned(
+        output: FloatTensor<Self>,
+        region: FloatTensor<Self>,
+        gradient: Arc<OutputGradient>,
     ) -> FloatTensor<Self>;
 
     /// Writes the id of `value`'s graph node to `sink`.
@@ -193,11 +188,22 @@ macro_rules! plain_backend {
                 ruler
             }
 
-            fn recomputed(
-                output: FloatTensor<Self>,
+            fn attach(
+                token: FloatTensor<Self>,
                 _input: FloatTensor<Self>,
-                _token: FloatTensor<Self>,
-                _region: Arc<dyn Region>,
+                _node: Arc<OnceLock<InputNode>>,
+            ) -> FloatTensor<Self> {
+                token
+            }
+
+            fn recomputed(token: FloatTensor<Self>, _region: Arc<dyn Region>) -> FloatTensor<Self> {
+                token
+            }
+
+            fn returned(
+                output: FloatTensor<Self>,
+                _region: FloatTensor<Self>,
+                _gradient: Arc<OutputGradient>,
             ) -> FloatTensor<Self> {
                 output
             }
@@ -250,14 +256,14 @@ impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
     }
 }
 
-/// A node that makes a ruler one deeper.
+/// A node that is only deeper than its parents, such as a ruler's. A region registers its inputs' gradients itself.
 #[derive(Debug)]
 struct Notch;
 
-impl<B: Backend> Backward<B, 1> for Notch {
+impl<B: Backend, const N: usize> Backward<B, N> for Notch {
     type State = ();
 
-    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
+    fn backward(self, _: Ops<(), N>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
 /// The backward of a link, which announces its milestone.
@@ -288,23 +294,48 @@ impl<B: Primitive> Backward<B, 2> for Report {
     }
 }
 
+/// The backward of `returned`, which stores an output's gradient for its region.
+#[derive(Debug)]
+struct StoreGradient;
+
+impl<B: Primitive> Backward<B, 1> for StoreGradient {
+    type State = Arc<OutputGradient>;
+
+    fn backward(
+        self,
+        ops: Ops<Arc<OutputGradient>, 1>,
+        grads: &mut Gradients,
+        _: &mut Checkpointer,
+    ) {
+        let gradient = grads.consume::<B>(&ops.node);
+        ops.state.set(B::raise(gradient));
+    }
+}
+
 /// The backward of `recomputed`, which runs a region again and passes its gradients on.
 #[derive(Debug)]
 struct RunAgain;
 
-impl<B: Primitive> Backward<B, 2> for RunAgain {
+impl<B: Primitive> Backward<B, 1> for RunAgain {
     type State = Arc<dyn Region>;
 
-    fn backward(self, ops: Ops<Arc<dyn Region>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let [input, _token] = ops.parents;
-        let gradient = grads.consume::<B>(&ops.node);
-        for handed_on in ops.state.backward(B::raise(gradient)) {
-            let input = input.as_ref().map(|input| input.id);
-            if let Some(node) = handed_on.node.or(input) {
-                let gradient = B::float_reshape(B::lower(handed_on.gradient), handed_on.shape);
-                grads.register::<B>(node, gradient);
-            }
+    fn backward(self, ops: Ops<Arc<dyn Region>, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        for handed_on in ops.state.backward() {
+            let gradient = B::float_reshape(B::lower(handed_on.gradient), handed_on.shape);
+            grads.register::<B>(handed_on.node, gradient);
         }
+    }
+}
+
+/// Finishes a node, with `state` if it has a gradient.
+fn finished<B: Backend, C: CheckpointStrategy, O: Backward<B, N>, const N: usize>(
+    prepared: OpsKind<O, B, O::State, C, N>,
+    state: O::State,
+    output: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    match prepared {
+        OpsKind::Tracked(prepared) => prepared.finish(state, output),
+        OpsKind::UnTracked(prepared) => prepared.finish(output),
     }
 }
 
@@ -319,10 +350,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         let parents = [value.node(), token.node()];
         if weight.stays() {
             let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
-            return match prepared.compute_bound().stateful() {
-                OpsKind::Tracked(prepared) => prepared.finish(weight, output),
-                OpsKind::UnTracked(prepared) => prepared.finish(output),
-            };
+            return finished(prepared.compute_bound().stateful(), weight, output);
         }
         let regather = Regather::<B> {
             weight: weight.clone(),
@@ -338,10 +366,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         } else {
             prepared.parents([&token])
         };
-        match prepared.stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish(weight, output),
-            OpsKind::UnTracked(prepared) => prepared.finish(output),
-        }
+        finished(prepared.stateful(), weight, output)
     }
 
     fn link(
@@ -351,10 +376,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let (primitive, node) = token.into_parts();
         let link = Backward::<B, 2>::prepare::<NoCheckpointing>(Report, [node, ruler.node()]);
-        match link.compute_bound().stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish(milestone, primitive),
-            OpsKind::UnTracked(prepared) => prepared.finish(primitive),
-        }
+        finished(link.compute_bound().stateful(), milestone, primitive)
     }
 
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self> {
@@ -365,22 +387,40 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         })
     }
 
-    fn recomputed(
-        output: FloatTensor<Self>,
-        input: FloatTensor<Self>,
+    fn attach(
         token: FloatTensor<Self>,
-        region: Arc<dyn Region>,
+        input: FloatTensor<Self>,
+        node: Arc<OnceLock<InputNode>>,
+    ) -> FloatTensor<Self> {
+        if !input.is_tracked() {
+            return token;
+        }
+        node.get_or_init(|| InputNode {
+            id: input.id(),
+            is_leaf: Self::float_is_require_grad(&input),
+        });
+        let (primitive, parent) = token.into_parts();
+        let notch = Backward::<B, 2>::prepare::<NoCheckpointing>(Notch, [parent, input.node()]);
+        notch.compute_bound().stateless(primitive)
+    }
+
+    fn recomputed(token: FloatTensor<Self>, region: Arc<dyn Region>) -> FloatTensor<Self> {
+        let (primitive, node) = token.into_parts();
+        let prepared = Backward::<B, 1>::prepare::<NoCheckpointing>(RunAgain, [node]);
+        finished(prepared.compute_bound().stateful(), region, primitive)
+    }
+
+    fn returned(
+        output: FloatTensor<Self>,
+        region: FloatTensor<Self>,
+        gradient: Arc<OutputGradient>,
     ) -> FloatTensor<Self> {
         if output.is_tracked() {
             throw(Error::Captured);
         }
-        let parents = [input.node(), token.node()];
-        let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(RunAgain, parents);
+        let prepared = Backward::<B, 1>::prepare::<NoCheckpointing>(StoreGradient, [region.node()]);
         let output = output.into_primitive();
-        match prepared.compute_bound().stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish(region, output),
-            OpsKind::UnTracked(prepared) => prepared.finish(output),
-        }
+        finished(prepared.compute_bound().stateful(), gradient, output)
     }
 
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self> {
@@ -418,18 +458,31 @@ pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
 
-/// Calls [`ShardOps::recomputed`].
-pub(crate) fn recomputed<const D: usize, const E: usize>(
-    output: Tensor<E>,
-    input: Tensor<D>,
+/// Calls [`ShardOps::attach`]. Also returns the node of `input`, if it has a gradient.
+pub(crate) fn attach<const D: usize>(
     token: Tensor<1>,
-    region: Arc<dyn Region>,
-) -> Tensor<E> {
-    Tensor::from_dispatch(Dispatch::recomputed(
+    input: Tensor<D>,
+) -> (Tensor<1>, Option<InputNode>) {
+    let node = Arc::new(OnceLock::new());
+    let token = Dispatch::attach(token.into_dispatch(), input.into_dispatch(), node.clone());
+    (Tensor::from_dispatch(token), node.get().copied())
+}
+
+/// Calls [`ShardOps::recomputed`].
+pub(crate) fn recomputed(token: Tensor<1>, region: Arc<dyn Region>) -> Tensor<1> {
+    Tensor::from_dispatch(Dispatch::recomputed(token.into_dispatch(), region))
+}
+
+/// Calls [`ShardOps::returned`].
+pub(crate) fn returned<const D: usize>(
+    output: Tensor<D>,
+    region: Tensor<1>,
+    gradient: Arc<OutputGradient>,
+) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::returned(
         output.into_dispatch(),
-        input.into_dispatch(),
-        token.into_dispatch(),
-        region,
+        region.into_dispatch(),
+        gradient,
     ))
 }
 

@@ -1,9 +1,10 @@
 //! Activation checkpointing: a part of the model whose activations are recomputed in backward.
 //!
-//! Forward runs the region without a graph and keeps only its input. Backward runs it again with a separate graph,
+//! Forward runs the region without a graph and keeps only its inputs. Backward runs it again with a separate graph,
 //! backpropagates through that graph, and passes the gradients on. Sharded units take part in both: they are gathered
-//! once for the forward, and once for the recomputation *and* its backward together. The order of operations is as in
-//! the README, with a unit's second gather at the start of its recomputation.
+//! once for the forward, and once for the recomputation *and* its backward together. A region inside a unit shares both
+//! gathers with the rest of the unit. The order of operations is as in the README, with a unit's second gather at the
+//! start of its recomputation, unless backward has gathered the unit already.
 //!
 //! The inner graph shares no leaf with the outer one: Burn locks a graph during its backward, and a shared leaf would
 //! join the two graphs.
@@ -13,17 +14,18 @@ use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Device, Gradients, Int, Tensor};
+use burn::tensor::{Device, Gradients, Tensor};
+use burn_fsdp_tensors::Batch;
 
 use crate::ambient::{self, Purpose};
 use crate::device::tracked;
-use crate::error::Error;
 use crate::inspect;
+use crate::nest::{self, Inputs, Outputs, Sample};
 use crate::numbers::Numbers;
-use crate::op::{self, HandedOn, Region};
+use crate::op;
 use crate::parameter::Attached;
 use crate::path::{self, Location};
-use crate::region::{self, RegionState, within};
+use crate::region::{self, HandedOn, Region, RegionState, SharedUse, within};
 use crate::thrown::throw;
 use crate::wrap::own_states;
 
@@ -43,12 +45,17 @@ fn copy<M: Module>(module: &M) -> M {
 /// region's activations at the cost of a second forward.
 ///
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
-/// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
+/// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block. A region that
+/// is only a part of a unit adds no gathers: it shares the unit's full weights with the rest of the unit.
+///
+/// `input` and the output are tensors or any nesting of tensors: tuples, arrays, vectors, options, maps, and structs
+/// that implement [`Batch`]. Float tensors get their gradients; ints and bools pass through. If the loss depends on
+/// the region but not on one of its inputs, gradients of zero pass through that input, unless it is a leaf.
 ///
 /// `module` may be sharded, contain sharded modules, or be plain. `forward` must compute the same result both times,
-/// and must not capture a tracked tensor, whose gradient would be lost; violations are errors. Only the first forward
-/// updates running statistics, such as BatchNorm's. If `input` is not on an autodiff device, or inside another region,
-/// `forward` is simply called.
+/// and must not capture a tracked tensor, whose gradient would be lost; violations are errors. Pass such a tensor in
+/// `input`. Only the first forward updates running statistics, such as BatchNorm's. If `input` has float tensors, but
+/// none on an autodiff device, or inside another region, `forward` is simply called.
 ///
 /// Dropout draws the same numbers twice if each rank is a process. A region seeds Burn's generator with a seed drawn
 /// from it, and uses that seed again in backward. Then the generator continues with a new seed. Draws by other threads
@@ -68,43 +75,76 @@ fn copy<M: Module>(module: &M) -> M {
 /// let device = Device::flex().autodiff();
 /// let layer: Linear = LinearConfig::new(4, 4).init(&device);
 /// let input = Tensor::<2>::ones([2, 4], &device);
-/// let output = recompute(&layer, input, |layer, input| layer.forward(input).exp());
-/// let gradients = output.sum().backward();
+/// let mask = Tensor::<2>::ones([2, 4], &device).require_grad();
+/// let (output, gate) = recompute(&layer, (input, mask.clone()), |layer, (input, mask)| {
+///     let gate = layer.forward(input);
+///     (gate.clone().exp() * mask, gate)
+/// });
+/// let gradients = (output.sum() + gate.sum()).backward();
 /// assert!(layer.weight.val().grad(&gradients).is_some());
+/// assert!(mask.grad(&gradients).is_some());
 /// ```
-pub fn recompute<M, F, const D: usize, const E: usize>(
-    module: &M,
-    input: Tensor<D>,
-    forward: F,
-) -> Tensor<E>
+pub fn recompute<M, F, I, O>(module: &M, input: I, forward: F) -> O
 where
     M: Module + Sync + 'static,
-    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
+    I: Batch + Send + Sync,
+    O: Batch,
+    F: Fn(&M, I) -> O + Send + Sync + 'static,
 {
-    if !input.is_autodiff() || region::state() != RegionState::Off || !is_selected(module) {
+    let device = region_device(module, &input).filter(Device::is_autodiff);
+    let device = device.filter(|_| region::state() == RegionState::Off && is_selected(module));
+    let Some(device) = device else {
         return forward(module, input);
-    }
-    let device = input.device();
+    };
     let numbers = Numbers::begin(&device);
     let (output, touched) = within(Purpose::Region, || {
         let plain = prepared(module, &mut Detach);
-        forward(&plain, tracked(input.clone().inner(), &device))
+        forward(&plain, nest::detached(input.clone()))
     });
-    let tokens = touched.into_iter().map(|touched| touched.token);
+    let tokens = touched.iter().map(|touched| touched.token.clone());
     let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
-        // The region is attached to this tensor if the input has no gradient.
+        // The region is attached to this tensor if no input has a gradient.
         Tensor::zeros([1], &device).require_grad()
     });
-    let region = Checkpointed::<M, F, D, E> {
+    let (token, inputs) = Inputs::attached(input, token);
+    let samples = nest::samples(output.clone());
+    let outputs = Outputs::of(samples.len());
+    let region = Checkpointed {
         module: copy(module),
-        input: input.clone().inner(),
+        inputs,
         device,
         numbers,
-        sample: Sample::of(&output),
+        samples,
+        outputs: outputs.clone(),
+        uses: touched
+            .into_iter()
+            .flat_map(|touched| touched.uses)
+            .collect(),
         forward,
     };
-    let region: Arc<dyn Region> = Arc::new(region);
-    op::recomputed(output, input, token, region)
+    let region = op::recomputed(token, Arc::new(region));
+    outputs.attached(output, &region)
+}
+
+/// Returns the device of a region: of its first float input with autodiff, otherwise of its first float input, otherwise
+/// of its module. `None` if neither has tensors.
+pub fn region_device<M: Module, I: Batch>(module: &M, input: &I) -> Option<Device> {
+    nest::device_of(input).or_else(|| {
+        let mut first = FirstDevice(None);
+        ambient::within(Purpose::Inspect, || module.visit(&mut first));
+        first.0
+    })
+}
+
+/// A visitor that finds the device of a module's first float tensor.
+struct FirstDevice(Option<Device>);
+
+impl ModuleVisitor for FirstDevice {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.0.is_none() {
+            self.0 = Some(param.base().device());
+        }
+    }
 }
 
 /// Returns true if the policies of all units in `module` select its regions. This is the same on all ranks.
@@ -171,36 +211,37 @@ impl ModuleMapper for OwnLeaves {
     }
 }
 
-struct Checkpointed<M, F, const D: usize, const E: usize> {
+struct Checkpointed<M, F, I> {
     module: M,
-    input: Tensor<D>,
+    inputs: Inputs<I>,
     device: Device,
     numbers: Option<Numbers>,
-    sample: Sample,
+    samples: Vec<Sample>,
+    outputs: Outputs,
+    /// The uses of units to which the region belongs.
+    uses: Vec<Arc<SharedUse>>,
     forward: F,
 }
 
-impl<M, F, const D: usize, const E: usize> fmt::Debug for Checkpointed<M, F, D, E> {
+impl<M, F, I> fmt::Debug for Checkpointed<M, F, I> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Checkpointed").finish_non_exhaustive()
     }
 }
 
-impl<M, F, const D: usize, const E: usize> Region for Checkpointed<M, F, D, E>
+impl<M, F, I, O> Region for Checkpointed<M, F, I>
 where
     M: Module + Sync,
-    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync,
+    I: Batch + Send + Sync,
+    O: Batch,
+    F: Fn(&M, I) -> O + Send + Sync,
 {
-    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn> {
-        let input = tracked(self.input.clone(), &self.device).require_grad();
+    fn backward(&self) -> Vec<HandedOn> {
+        let input = self.inputs.again();
         let module = with_own_states(copy(&self.module));
         let module = prepared(&module, &mut OwnLeaves);
         let (mut gradients, _) = within(Purpose::RegionAgain, || {
-            let forward = || {
-                within(Purpose::RegionAgain, || {
-                    (self.forward)(&module, input.clone())
-                })
-            };
+            let forward = || region::again(&self.uses, || (self.forward)(&module, input.clone()));
             let (output, touched) = match &self.numbers {
                 Some(numbers) => numbers.again(forward),
                 None => forward(),
@@ -208,16 +249,12 @@ where
             for touched in touched {
                 touched.by.end_recomputation();
             }
-            if let Err(error) = self.sample.compare(&output) {
+            if let Err(error) = Sample::compare(&self.samples, &nest::samples(output.clone())) {
                 throw(error);
             }
-            let gradient = tracked(gradient.reshape(output.shape()), &self.device);
-            (output * gradient).sum().backward()
+            self.outputs.backward(output, &self.device)
         });
-        let mut handed_on = Vec::new();
-        if let Some(gradient) = input.grad_remove(&mut gradients) {
-            handed_on.push(flattened(None, gradient));
-        }
+        let handed_on = self.inputs.handed_on(input, &mut gradients);
         let mut leaves = Leaves {
             nodes: Vec::new(),
             gradients,
@@ -227,15 +264,6 @@ where
         leaves.nodes.reverse();
         module.visit(&mut Collect(&mut leaves));
         leaves.handed_on
-    }
-}
-
-fn flattened<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> HandedOn {
-    let shape = gradient.shape();
-    HandedOn {
-        node,
-        gradient: gradient.reshape([shape.num_elements()]),
-        shape,
     }
 }
 
@@ -263,45 +291,7 @@ impl ModuleVisitor for Collect<'_> {
             return;
         };
         if let Some(gradient) = param.base().grad_remove(&mut self.0.gradients) {
-            self.0.handed_on.push(flattened(Some(node), gradient));
+            self.0.handed_on.push(HandedOn::new(node, gradient));
         }
-    }
-}
-
-/// A sample of a region's output, enough to notice that the second forward computed a different result.
-struct Sample(Vec<f32>);
-
-impl Sample {
-    const SIZE: usize = 64;
-    /// The tolerated difference, relative to the largest element. Equal kernels give equal bits; different random
-    /// numbers are far outside the tolerance.
-    const TOLERANCE: f32 = 1e-2;
-
-    fn of<const E: usize>(output: &Tensor<E>) -> Self {
-        let elements = output.shape().num_elements();
-        let step = elements.div_ceil(Self::SIZE).max(1);
-        let places: Vec<i64> = (0..elements)
-            .step_by(step)
-            .map(|place| place as i64)
-            .collect();
-        let plain = output.clone().inner().reshape([elements]);
-        let places = Tensor::<1, Int>::from_data(&places[..], &plain.device());
-        let values = plain.select(0, places).into_data().convert::<f32>();
-        Self(values.try_to_vec().unwrap_or_default())
-    }
-
-    fn compare<const E: usize>(&self, output: &Tensor<E>) -> Result<(), Error> {
-        let again = Self::of(output);
-        let scale = self
-            .0
-            .iter()
-            .fold(0.0f32, |max, value| max.max(value.abs()));
-        for (&first, &second) in self.0.iter().zip(&again.0) {
-            let differs = (first - second).abs() > Self::TOLERANCE * scale;
-            if differs || first.is_nan() != second.is_nan() {
-                return Err(Error::Recomputed { first, second });
-            }
-        }
-        Ok(())
     }
 }

@@ -6,6 +6,7 @@
 //!
 //! | file | does |
 //! |---|---|
+//! | `batch` | nests of tensors |
 //! | `element` | the only mapping of element types between Burn, collectives and files |
 //! | `lend` | tensors to bytes |
 //! | `take` | bytes to tensors |
@@ -15,6 +16,7 @@
 
 #![forbid(unsafe_code)]
 
+mod batch;
 mod element;
 mod host;
 mod lend;
@@ -22,6 +24,7 @@ mod low_bit;
 mod staging;
 mod take;
 
+pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
 pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
 pub use lend::{data_source, first_bytes, read, source};

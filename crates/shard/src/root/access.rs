@@ -10,6 +10,7 @@ use crate::audit::Tag;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
+use crate::region::SharedUse;
 use crate::thrown::throw;
 
 /// Gives backward access to one full parameter, for one use of its unit.
@@ -72,23 +73,27 @@ impl Weight for Access {
 pub(super) struct UnitEnd {
     root: Arc<Root>,
     generation: Arc<Generation>,
-    use_id: u64,
+    shared: Arc<SharedUse>,
 }
 
 impl UnitEnd {
-    /// Creates the milestone for the use `use_id` of the unit of `generation`.
-    pub(super) fn new(root: &Arc<Root>, generation: &Arc<Generation>, use_id: u64) -> Arc<Self> {
+    /// Creates the milestone for the use `shared` of the unit of `generation`.
+    pub(super) fn new(
+        root: &Arc<Root>,
+        generation: &Arc<Generation>,
+        shared: &Arc<SharedUse>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             root: root.clone(),
             generation: generation.clone(),
-            use_id,
+            shared: shared.clone(),
         })
     }
 }
 
 impl Announce for UnitEnd {
     fn reached(&self) -> Result<Vec<Reduced>, Error> {
-        let reduced = self.root.unit_end(&self.generation, self.use_id)?;
+        let reduced = self.root.unit_end(&self.generation, &self.shared)?;
         self.root.step_complete_units()?;
         Ok(reduced)
     }

@@ -12,7 +12,7 @@ use crate::copies::{Copied, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
 use crate::read;
-use crate::region::{self, RegionState};
+use crate::region::{self, RegionState, SharedUse};
 use crate::schedule::Operation;
 use crate::unit::Unit;
 
@@ -59,15 +59,18 @@ impl Root {
     }
 
     /// Ends the backward of a use, whose last gradient has arrived: frees the full parameters and starts the reduction.
-    /// Returns the gradients of completed reductions.
+    /// Returns the gradients of completed reductions. Only returns these if the use ended inside a region.
     pub(super) fn unit_end(
         &self,
         generation: &Arc<Generation>,
-        use_id: u64,
+        shared: &SharedUse,
     ) -> Result<Vec<Reduced>, Error> {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
+            if !shared.end() {
+                return Ok(std::mem::take(&mut progress.reductions.done));
+            }
             // Without a reduction there may be no optimizer step before the next forward. So weights that stay from
             // forward to backward may then also stay until that forward.
             let stays = unit.keeps() && !unit.syncs();
@@ -76,12 +79,8 @@ impl Root {
             if reshards && !stays && generation.life.is_unsharded() {
                 generation.let_go()?;
             }
-            progress.uses.open.remove(&use_id);
-            if region::state() == RegionState::Again {
-                progress.uses.end_in_region(unit.position());
-            }
-            progress.order.current().end_use(use_id);
-            let gradients = progress.gradients.of_uses.remove(&use_id);
+            progress.close_use(shared);
+            let gradients = progress.gradients.of_uses.remove(&shared.id);
             let gradients = gradients.unwrap_or_else(|| unit.empty_slots());
             if unit.syncs() {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
@@ -125,6 +124,12 @@ impl Root {
 }
 
 impl Progress {
+    /// Notes that the backward of a use has ended.
+    pub(super) fn close_use(&mut self, shared: &SharedUse) {
+        self.uses.open.remove(&shared.id);
+        self.order.current().end_use(shared.id);
+    }
+
     fn finish(&mut self, root: &Root) -> Result<Vec<Reduced>, Error> {
         self.enter_backward(root)?;
         self.reduce_held(root)?;
@@ -140,7 +145,6 @@ impl Progress {
         self.counts.finished += 1;
         self.uses.pass = None;
         self.uses.open.clear();
-        self.uses.to_come.clear();
         self.early.end_backward();
         Ok(std::mem::take(&mut self.reductions.done))
     }

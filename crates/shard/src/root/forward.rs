@@ -5,14 +5,14 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 
 use super::access::{Access, Finish, UnitEnd};
-use super::pass::{Pass, Place, Recomputation, Use, UseKind};
+use super::pass::{Pass, Place, Recomputation, Use};
 use super::state::{Phase, Progress, Root};
 use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
 use crate::op::{self, Announce};
 use crate::read;
-use crate::region::{self, Recomputed, RegionState};
+use crate::region::{self, Recomputed, RegionState, SharedUse};
 use crate::schedule::Operation;
 
 impl Use {
@@ -38,7 +38,7 @@ impl Use {
             root: root.clone(),
             generation: self.generation.clone(),
             slot,
-            use_id: self.id,
+            use_id: self.shared.id,
             stays,
         };
         let node: Tensor<D> = op::unshard(full, value, &self.token, Arc::new(access));
@@ -77,12 +77,11 @@ impl Root {
             }
             progress.phase = Phase::Forward;
             progress.begin_pass(self, generation, copy, place)?;
-            if region::state() == RegionState::Plain {
-                progress.open_use(self, generation, UseKind::Plain)?;
-                return progress.plain(self, generation, slot);
+            progress.open_use(self, generation)?;
+            match region::state() {
+                RegionState::Plain => progress.plain(self, slot),
+                _ => progress.node(self, slot, value),
             }
-            progress.open_use(self, generation, UseKind::Tracked)?;
-            progress.node(self, slot, value)
         })
     }
 
@@ -101,8 +100,8 @@ impl Root {
                 .again
                 .as_mut()
                 .expect("a recomputation has begun");
-            region::touch(self, &again.token);
             let current = &mut again.uses[index];
+            region::touch(self, &again.token, &current.shared);
             // A separate leaf: the parameter's own may be in the graph around the region.
             current.node_of(self, slot, generation.own_leaf(slot), true)
         })
@@ -204,16 +203,10 @@ impl Progress {
     }
 
     /// Makes a use of the unit of `generation` the current use, and ends the previous one.
-    fn open_use(
-        &mut self,
-        root: &Arc<Root>,
-        generation: &Arc<Generation>,
-        kind: UseKind,
-    ) -> Result<(), Error> {
+    fn open_use(&mut self, root: &Arc<Root>, generation: &Arc<Generation>) -> Result<(), Error> {
         let position = generation.unit.position();
         let pass = self.uses.pass.as_mut().expect("a pass has begun");
-        let is_current =
-            |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
+        let is_current = |used: &Use| Arc::ptr_eq(&used.generation, generation);
         if pass.current.as_ref().is_some_and(is_current) {
             return Ok(());
         }
@@ -229,15 +222,10 @@ impl Progress {
             pass.current = Some(pass.kept.swap_remove(index));
             return Ok(());
         }
-        self.begin_use(root, generation, kind)
+        self.begin_use(root, generation)
     }
 
-    fn begin_use(
-        &mut self,
-        root: &Arc<Root>,
-        generation: &Arc<Generation>,
-        kind: UseKind,
-    ) -> Result<(), Error> {
+    fn begin_use(&mut self, root: &Arc<Root>, generation: &Arc<Generation>) -> Result<(), Error> {
         let unit = &generation.unit;
         let id = self.next_use();
         self.order
@@ -249,24 +237,14 @@ impl Progress {
             self.order.current().begin_use(id);
         }
         let pass = self.uses.pass.as_mut().expect("a pass has begun");
-        match kind {
-            UseKind::Tracked => {
-                let end = UnitEnd::new(root, generation, id);
-                // The link is deeper than the previous unit's operations, so backward ends this use before it reaches
-                // them.
-                pass.depth += unit.stride();
-                pass.token = root.link(&pass.token, pass.depth, end);
-                self.uses
-                    .open
-                    .insert(id, (pass.number, Arc::downgrade(unit)));
-            }
-            // The use that backward needs is not known yet: the region's second forward creates it.
-            UseKind::Plain => {
-                *self.uses.to_come.entry(unit.position()).or_default() += 1;
-                self.order.current().end_use(id);
-            }
-        }
-        pass.current = Some(Use::new(kind, id, generation, &pass.token));
+        let shared = SharedUse::new(id, generation);
+        let end = UnitEnd::new(root, generation, &shared);
+        // The link is deeper than the previous unit's operations, so backward ends this use before it reaches them.
+        pass.depth += unit.stride();
+        pass.token = root.link(&pass.token, pass.depth, end);
+        let of_pass = (pass.number, Arc::downgrade(unit));
+        self.uses.open.insert(id, of_pass);
+        pass.current = Some(Use::new(shared, generation, &pass.token));
         Ok(())
     }
 
@@ -298,25 +276,37 @@ impl Progress {
             let operation = Operation::UnshardBackward(unit.position());
             self.unshard(root, operation, generation)?;
         }
-        let id = self.next_use();
+        let shared = self.use_of_region(generation);
         let again = self.uses.again.as_mut().expect("a recomputation has begun");
-        let end = UnitEnd::new(root, generation, id);
-        again.depth += unit.stride();
-        again.token = root.link(&again.token, again.depth, end);
-        let begun = Use::new(UseKind::Tracked, id, generation, &again.token);
-        again.uses.push(begun);
+        if !shared.is_shared() {
+            let end = UnitEnd::new(root, generation, &shared);
+            again.depth += unit.stride();
+            again.token = root.link(&again.token, again.depth, end);
+        }
+        again.uses.push(Use::new(shared, generation, &again.token));
         Ok(again.uses.len() - 1)
     }
 
+    /// Returns the use of `generation`'s unit that gets the gradients of the current recomputation: the last one in
+    /// which its region ran, because backward ends it first. Ends the others that have no other part.
+    fn use_of_region(&mut self, generation: &Arc<Generation>) -> Arc<SharedUse> {
+        let mut uses = region::uses_of(generation);
+        // Only a region that differs from its first run uses other units.
+        let last = uses.pop();
+        for shared in uses {
+            if !shared.is_shared() && shared.end() {
+                self.close_use(&shared);
+            }
+        }
+        last.unwrap_or_else(|| SharedUse::new(self.next_use(), generation))
+    }
+
     /// Returns a full parameter for the first forward of a region, without a node.
-    fn plain<const D: usize>(
-        &mut self,
-        root: &Arc<Root>,
-        generation: &Arc<Generation>,
-        slot: usize,
-    ) -> Result<Tensor<D>, Error> {
+    fn plain<const D: usize>(&mut self, root: &Arc<Root>, slot: usize) -> Result<Tensor<D>, Error> {
         let pass = self.uses.pass.as_ref().expect("a pass has begun");
-        region::touch(root, &pass.token);
+        let current = pass.current.as_ref().expect("a use has begun");
+        region::touch(root, &pass.token, &current.shared);
+        let generation = &current.generation;
         let full = root.weight(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
         Ok(device::tracked(full, &generation.device(slot)))
@@ -337,6 +327,7 @@ impl Progress {
         } else {
             current.generation.leaf(slot, value)
         };
+        current.shared.add_nodes();
         let stays = current.generation.unit.keeps();
         current.node_of(root, slot, value, stays)
     }

@@ -8,6 +8,7 @@ use burn::tensor::Tensor;
 
 use crate::copies::Generation;
 use crate::error::Error;
+use crate::region::SharedUse;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
@@ -35,8 +36,6 @@ pub(super) struct Uses {
     pub(super) again: Option<Recomputation>,
     /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
-    /// The number of uses in regions whose second forward is still to come, by the unit's position.
-    pub(super) to_come: BTreeMap<usize, usize>,
     /// The values whose unit was last read without autodiff.
     pub(super) reading: Weak<Generation>,
 }
@@ -64,10 +63,10 @@ pub(super) struct Recomputation {
     pub(super) uses: Vec<Use>,
 }
 
-/// One use of a unit in a forward, until another unit is used. Each of its parameters has one autodiff node.
+/// One use of a unit in a forward, until another unit is used. Each of its parameters has one autodiff node. Regions
+/// inside the use get the parameters without nodes.
 pub(super) struct Use {
-    pub(super) kind: UseKind,
-    pub(super) id: u64,
+    pub(super) shared: Arc<SharedUse>,
     pub(super) generation: Arc<Generation>,
     pub(super) token: Tensor<1>,
     pub(super) nodes: Slots<Node>,
@@ -76,26 +75,15 @@ pub(super) struct Use {
 /// A full parameter as an autodiff node: a `Tensor<D>` for some `D`.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// The nodes that a use of a unit creates.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum UseKind {
-    /// One node for each parameter, for backward.
-    Tracked,
-    /// No nodes, for a region that will run again.
-    Plain,
-}
-
 impl Use {
     /// Begins a use of a unit.
     pub(super) fn new(
-        kind: UseKind,
-        id: u64,
+        shared: Arc<SharedUse>,
         generation: &Arc<Generation>,
         token: &Tensor<1>,
     ) -> Self {
         Self {
-            kind,
-            id,
+            shared,
             generation: generation.clone(),
             token: token.clone(),
             nodes: generation.unit.empty_slots(),
@@ -128,18 +116,7 @@ impl Uses {
     /// shows.
     pub(super) fn awaits(&self, unit: &Unit) -> bool {
         let mut open = self.open.values();
-        self.to_come.contains_key(&unit.position())
-            || open.any(|(_, of)| std::ptr::eq(of.as_ptr(), unit))
-    }
-
-    /// Notes that one use of a unit in a region has ended its backward.
-    pub(super) fn end_in_region(&mut self, position: usize) {
-        if let Some(number) = self.to_come.get_mut(&position) {
-            *number -= 1;
-            if *number == 0 {
-                self.to_come.remove(&position);
-            }
-        }
+        open.any(|(_, of)| std::ptr::eq(of.as_ptr(), unit))
     }
 
     /// If a later use in the same pass is still open when `use_id` is gathered again, lengthens the stride of the unit

@@ -10,6 +10,7 @@ mod hybrid;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod lifecycle;
+mod nests;
 mod nets;
 mod parity;
 mod passes;

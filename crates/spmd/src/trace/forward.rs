@@ -2,9 +2,10 @@
 
 use burn::module::Module;
 use burn::tensor::Device;
+use burn_fsdp_tensors::Batch;
 
 use super::activation::Naming;
-use super::batch::{self, Batch, JoinedShape, specs_of};
+use super::batch::{self, JoinedShape, specs_of};
 use super::builder::{Builder, Captures};
 use super::capture::record_with;
 use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};

@@ -25,8 +25,10 @@ use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_tensors::is_half;
 
+pub use burn_fsdp_tensors::{Batch, BatchMapper, cast_floats};
+
 pub use activation::named_activation;
-pub use batch::{Batch, BatchMapper, InputSpec, cast_floats, data_of, specs_of};
+pub use batch::{InputSpec, data_of, specs_of};
 pub use optimizer::{OptimizerGroups, OptimizerStep, StepScalars};
 pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};

@@ -5,8 +5,9 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn_fsdp_tensors::{Batch, BatchMapper};
 
-use super::batch::{Batch, BatchMapper, Path};
+use super::batch::Path;
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
 
