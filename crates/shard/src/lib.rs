@@ -10,7 +10,7 @@
 //!
 //! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
-//!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
+//!   (warnings), `files` (values in files), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
 //!   `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in.
@@ -56,6 +56,7 @@ mod copies;
 mod device;
 mod error;
 mod evaluate;
+mod files;
 mod gradient_hook;
 mod inspect;
 mod layer;
@@ -96,6 +97,7 @@ pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};
 pub use copies::UnitState;
 pub use error::Error;
 pub use evaluate::evaluate;
+pub use files::ShardFileError;
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
 pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};

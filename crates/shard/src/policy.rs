@@ -1,5 +1,8 @@
 //! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
 use burn::module::Lora;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
@@ -44,8 +47,16 @@ pub struct ShardPolicy {
     pub(crate) reduction: Option<ReductionHook>,
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
+    pub(crate) files: Option<Files>,
     pub(crate) lora: Option<Lora>,
     pub(crate) audit: Audit,
+}
+
+/// The parameters whose shards are in files.
+#[derive(Debug, Clone)]
+pub(crate) struct Files {
+    pub(crate) folder: Arc<Path>,
+    pub(crate) patterns: Vec<Pattern>,
 }
 
 /// Divisors that replace the number of ranks when gradients are averaged: `pre` divides each rank's gradient, `post`
@@ -114,6 +125,7 @@ impl ShardPolicy {
             reduction: None,
             gathers_in_8_bits: false,
             offload: None,
+            files: None,
             lora: None,
             audit: Audit::default(),
         }
@@ -300,6 +312,37 @@ impl ShardPolicy {
     /// This has no effect on a module that was built on `host`.
     pub fn offload_to(mut self, host: Device) -> Self {
         self.offload = Some(host);
+        self
+    }
+
+    /// Keeps the shards and reduced gradients of the matching parameters in files in `folder`, which are mapped into
+    /// memory: the system reads their pages when a gather or the optimizer needs them, and drops them when memory is
+    /// scarce. If the optimizer's state is also in files, a rank needs memory only for its largest units and the
+    /// activations, not for its share of the model. The patterns select which part of the model is in files: `["**"]`, `["blocks.*"]`, `["**.mlp"]`. A pattern matches parameters, or modules with
+    /// everything in them.
+    ///
+    /// Values and results have the same bits as in memory, with any optimizer. A step writes each new shard and
+    /// gradient once, so a fast local disk and large batches help. A folder in a memory file system (`tmpfs`) saves
+    /// nothing. Shards are read with a checksum, so a step fails if a file has changed.
+    ///
+    /// Each rank may name its own existing folder. The files have no names there, and disappear with the values, even
+    /// if the process is killed. If a file cannot be written, `fully_shard`, [`backward`](crate::backward()) and
+    /// checkpoint functions return [`Error::ShardFile`]; an optimizer's own `step` unwinds with it, as described at
+    /// [`catch`](crate::catch).
+    ///
+    /// In memory remain: parameters that every rank keeps whole by default (vectors, those below
+    /// [`whole_below`](Self::whole_below)), gradients until they are reduced for the last time, sums in Burn's
+    /// `GradientsAccumulator`, and the optimizer's state. Shards must be on the CPU backend: on other devices, also set
+    /// [`offload_to`](Self::offload_to).
+    pub fn in_files<P: Into<String>>(
+        mut self,
+        folder: impl Into<PathBuf>,
+        patterns: impl IntoIterator<Item = P>,
+    ) -> Self {
+        self.files = Some(Files {
+            folder: folder.into().into(),
+            patterns: patterns.into_iter().map(Pattern::new).collect(),
+        });
         self
     }
 

@@ -9,11 +9,13 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{Label, ProcessGroup};
 
 use crate::error::Error;
+use crate::files;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::root::Root;
 use crate::seal::Held;
 use crate::shown::plain;
+use crate::unit::Unit;
 
 /// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
@@ -202,6 +204,8 @@ struct Parameter<'a> {
 struct ByRank {
     get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
     scale: fn(&mut GradientsParams, ParamId, f64),
+    /// Moves the gradient into a file if the parameter in this slot is in one.
+    file: fn(&mut GradientsParams, ParamId, (&Unit, usize)) -> Result<(), Error>,
     transfer: fn(&mut GradientsParams, &mut GradientsParams, ParamId),
 }
 
@@ -217,6 +221,15 @@ impl ByRank {
                 if let Some(gradient) = gradients.remove::<D>(id) {
                     gradients.register(id, gradient.mul_scalar(factor));
                 }
+            },
+            file: |gradients, id, (unit, slot)| {
+                if let Some(gradient) = gradients.remove::<D>(id) {
+                    let shape = gradient.shape();
+                    let flat = gradient.reshape([shape.num_elements()]);
+                    let flat = unit.in_file(slot, files::GRADIENT, flat)?;
+                    gradients.register(id, flat.reshape::<D, _>(shape));
+                }
+                Ok(())
             },
             transfer: |from, to, id| {
                 if let Some(gradient) = from.remove::<D>(id) {
@@ -247,11 +260,10 @@ impl Parameter<'_> {
             root.group.compares_bytes().then_some((root, member, leaf))
         });
         let Some((root, member, leaf)) = sealed else {
-            self.scale(gradients, factor);
-            return Ok(());
+            return self.scale(gradients, factor);
         };
         root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
-        self.scale(gradients, factor);
+        self.scale(gradients, factor)?;
         let scaled = self.gradient(gradients).and_then(|scaled| {
             let what = member
                 .generation
@@ -262,8 +274,15 @@ impl Parameter<'_> {
         Ok(())
     }
 
-    fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+    fn scale(&self, gradients: &mut GradientsParams, factor: f64) -> Result<(), Error> {
         (self.by_rank.scale)(gradients, self.id, factor);
+        match self.member {
+            Some(member) if member.slot().folder.is_some() => {
+                let place = (&*member.generation.unit, member.index);
+                (self.by_rank.file)(gradients, self.id, place)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn transfer(&self, from: &mut GradientsParams, to: &mut GradientsParams) {
