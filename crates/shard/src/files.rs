@@ -9,7 +9,7 @@ use thiserror::Error as ThisError;
 /// A shard or a gradient that cannot be kept in a file ([`ShardPolicy::in_files`](crate::ShardPolicy::in_files)).
 #[derive(Debug, ThisError)]
 #[error(
-    "rank {rank}: {what} of `{path}` (unit {unit}) cannot be kept in a file of {num_bytes} bytes in {folder}: {reason}; \
+    "rank {rank}: {what} of `{path}` (unit {unit}), in a file of {num_bytes} bytes in {folder}: {reason}; \
      {advice}"
 )]
 #[non_exhaustive]
