@@ -22,7 +22,7 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// that is being updated is in memory.
 ///
 /// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters and
-/// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
+/// gradients, and [`ShardPolicy::in_files`](crate::ShardPolicy::in_files) also keeps these in files. Each step reads and writes all state once, so a fast disk and large batches help. The results are
 /// bit-identical to the plain optimizer's.
 ///
 /// The files are removed when this is dropped. A folder that another run uses is rejected. The files of a killed run

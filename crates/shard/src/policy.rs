@@ -316,24 +316,34 @@ impl ShardPolicy {
     }
 
     /// Keeps the shards and reduced gradients of the matching parameters in files in `folder`, which are mapped into
-    /// memory: the system reads their pages when a gather or the optimizer needs them, and drops them when memory is
+    /// memory. The system reads their pages when a gather or the optimizer needs them, and drops them when memory is
     /// scarce. If the optimizer's state is also in files, a rank needs memory only for its largest units and the
-    /// activations, not for its share of the model. The patterns select which part of the model is in files: `["**"]`, `["blocks.*"]`, `["**.mlp"]`. A pattern matches parameters, or modules with
-    /// everything in them.
+    /// activations, not for its share of the model.
     ///
-    /// Values and results have the same bits as in memory, with any optimizer. A step writes each new shard and
-    /// gradient once, so a fast local disk and large batches help. A folder in a memory file system (`tmpfs`) saves
-    /// nothing. Shards are read with a checksum, so a step fails if a file has changed.
+    /// The patterns select the part of the model that is in files: `["**"]`, `["blocks.*"]`, `["**.mlp"]`. A pattern
+    /// matches parameters, or modules with everything in them.
     ///
-    /// Each rank may name its own existing folder. The files have no names there, and disappear with the values, even
-    /// if the process is killed. If a file cannot be written, `fully_shard`, [`backward`](crate::backward()) and
-    /// checkpoint functions return [`Error::ShardFile`]; an optimizer's own `step` unwinds with it, as described at
-    /// [`catch`](crate::catch).
+    /// All values have the same bits as in memory, with any optimizer, in clones, averages and checkpoints. A step
+    /// writes each new shard and gradient once, so a fast local disk and large batches help. A folder in a memory file
+    /// system (`tmpfs`) saves nothing. A step fails if the bytes of a shard have changed; gradients are checked only if
+    /// ranks compare bytes (`Check::Agreement`).
     ///
-    /// In memory remain: parameters that every rank keeps whole by default (vectors, those below
-    /// [`whole_below`](Self::whole_below)), gradients until they are reduced for the last time, sums in Burn's
-    /// `GradientsAccumulator`, and the optimizer's state. Shards must be on the CPU backend: on other devices, also set
-    /// [`offload_to`](Self::offload_to).
+    /// The folder must exist, and may differ between ranks. The files have no names, and disappear with the values,
+    /// even if the process is killed. If a file cannot be written, `fully_shard`, [`backward`](crate::backward()) and
+    /// functions that change the module's state return [`Error::ShardFile`]. Burn's `step` of an optimizer unwinds with
+    /// it; [`catch`](crate::catch) returns it as a value.
+    ///
+    /// Some values remain in memory: parameters that every rank keeps whole by default (vectors, those below
+    /// [`whole_below`](Self::whole_below)), gradients that wait for another backward or another reduction, sums in
+    /// Burn's `GradientsAccumulator`, and the optimizer's state. Shards must be on the CPU backend: on other devices,
+    /// also set [`offload_to`](Self::offload_to).
+    ///
+    /// ```
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().units(["blocks.*"]).in_files("/scratch", ["blocks.*"]);
+    /// # let _ = policy;
+    /// ```
     pub fn in_files<P: Into<String>>(
         mut self,
         folder: impl Into<PathBuf>,
