@@ -534,19 +534,29 @@ fn parameters_may_exceed_the_memory_limit() {
     let _turn = alone();
     for ranks in [1, 2] {
         let memory = peaks(ranks, &[]);
-        let half = peaks(ranks, &["layers.1*", "layers.2*", "layers.3*", "layers.4*"]);
         let files = peaks(ranks, &["**"]);
-        println!("{ranks} ranks, parameters {PARAMETERS}, in memory {memory:?}");
-        println!("half in files {half:?}, in files {files:?}");
+        println!(
+            "{ranks} ranks, parameters {PARAMETERS}, in memory {memory:?}, in files {files:?}"
+        );
         // In memory: parameters and gradients.
         assert!(memory.step > 2 * PARAMETERS, "{memory:?}");
         assert!(files.step < PARAMETERS / 3, "{files:?}");
-        assert!(half.step > files.step + PARAMETERS / 2, "{half:?}");
-        assert!(half.step < memory.step - PARAMETERS / 2, "{half:?}");
         assert!(files.start < PARAMETERS * 3 / 4, "{files:?}");
-        assert!(files.saving < PARAMETERS / 8, "{files:?}");
+        assert!(files.saving < PARAMETERS / 4, "{files:?}");
+        assert!(memory.restoring > PARAMETERS, "{memory:?}");
         assert!(files.restoring < PARAMETERS / 4, "{files:?}");
     }
+}
+
+/// The patterns select the part of the parameters and gradients that is in files, here 44 of 96 layers.
+#[test]
+fn patterns_select_the_part_that_is_in_files() {
+    let _turn = alone();
+    let peaks = peaks(1, &["layers.1*", "layers.2*", "layers.3*", "layers.4*"]);
+    let in_memory = 2 * PARAMETERS / NUM_LAYERS * (NUM_LAYERS - 44);
+    println!("{in_memory} in memory, {peaks:?}");
+    assert!(peaks.step > in_memory, "{peaks:?}");
+    assert!(peaks.step < in_memory + PARAMETERS / 3, "{peaks:?}");
 }
 
 /// A wrong bit in a shard is an error when the shard is gathered, also if ranks do not compare bytes.
