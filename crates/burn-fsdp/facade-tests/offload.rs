@@ -129,6 +129,8 @@ type Params = Vec<(String, Vec<f32>)>;
 enum Place {
     /// Shards on the host, another backend computes.
     Offloaded,
+    /// The same, with the shards in files.
+    Files,
     /// All of it there.
     There,
 }
@@ -143,6 +145,10 @@ fn trained(folder: &Path, ranks: usize, place: Place, until: u64) -> Vec<(Params
         let policy = ShardPolicy::new().units(["layers.*"]).shard_vectors(true);
         let policy = match place {
             Place::Offloaded => policy.offload_to(Device::flex()),
+            Place::Files => {
+                let host = policy.offload_to(Device::flex());
+                host.in_files(std::env::temp_dir(), ["**"])
+            }
             Place::There => policy,
         };
         let model = fully_shard(Net::new(&device), &mesh, policy)?;
@@ -162,7 +168,7 @@ fn trained(folder: &Path, ranks: usize, place: Place, until: u64) -> Vec<(Params
             let loss = loss.div_scalar(12.0 / world.size() as f32);
             let gradients = backward(loss, &net)?;
             net = optimizer.step(1e-2, net, gradients);
-            if place == Place::Offloaded {
+            if place != Place::There {
                 check_places(&net)?;
             }
         }
@@ -170,7 +176,7 @@ fn trained(folder: &Path, ranks: usize, place: Place, until: u64) -> Vec<(Params
         assert!(seen.len() >= 3 * 7, "{}", seen.len());
         let on_host = seen.iter().filter(|device| is_host(device)).count();
         match place {
-            Place::Offloaded => assert_eq!(on_host, seen.len(), "{seen:?}"),
+            Place::Offloaded | Place::Files => assert_eq!(on_host, seen.len(), "{seen:?}"),
             Place::There => assert_eq!(on_host, 0),
         }
         let staged = memory(&net)?.staged;
@@ -229,6 +235,7 @@ fn training_resumes_from_a_checkpoint() {
     let parts = [
         vec![(1, Place::Offloaded, 3), (1, Place::Offloaded, 6)],
         vec![(2, Place::Offloaded, 3), (3, Place::Offloaded, 6)],
+        vec![(2, Place::Files, 3), (3, Place::Files, 6)],
         vec![
             (4, Place::Offloaded, 2),
             (2, Place::There, 4),
@@ -243,6 +250,22 @@ fn training_resumes_from_a_checkpoint() {
         }
         // Whole parameters are rank 0's to see.
         assert_close(&params[0].0, &want, &format!("{parts:?}"));
+    }
+}
+
+/// Only the host's memory can be a file.
+#[test]
+fn shards_of_a_device_do_not_go_to_files() {
+    let device = elsewhere().autodiff();
+    let policy = ShardPolicy::new().in_files(std::env::temp_dir(), ["layers.*"]);
+    let launched = launch(LaunchConfig::new(1), move |world| {
+        let refused = fully_shard(Net::new(&device), &world, policy.clone());
+        Ok::<_, Error>(refused.map(drop).map_err(|error| error.to_string()))
+    });
+    let refused = launched.expect("a rank that returns").remove(0);
+    let text = refused.expect_err("not on the host");
+    for part in ["in_files is set for `", "add `offload_to(Device::flex())`"] {
+        assert!(text.contains(part), "{part}: {text}");
     }
 }
 

@@ -13,7 +13,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Tensor;
-use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
+use burn_fsdp_shard::{Error, catch, check_elementwise_once, gradients_by_unit};
 use burn_pack::Reader;
 
 use crate::optimizer_record::{OptimizerParts, check_taken};
@@ -22,7 +22,7 @@ use crate::optimizer_record::{OptimizerParts, check_taken};
 /// that is being updated is in memory.
 ///
 /// AdamW keeps two values for each parameter: with them in files, a rank needs memory only for its parameters and
-/// gradients. Each step reads and writes all state once, so a fast disk and large batches help. The results are
+/// gradients, and [`ShardPolicy::in_files`](crate::ShardPolicy::in_files) also keeps these in files. Each step reads and writes all state once, so a fast disk and large batches help. The results are
 /// bit-identical to the plain optimizer's.
 ///
 /// The files are removed when this is dropped. A folder that another run uses is rejected. The files of a killed run
@@ -148,11 +148,11 @@ impl FileBackedOptimizer {
                 // Other ranks hold all elements of the unit's trained parameters. Every rank must step the module,
                 // because the step creates a new version of it.
                 let mut none = self.optimizer.clone();
-                module = none.step(learning_rate.clone(), module, gradients);
+                module = catch(|| none.step(learning_rate.clone(), module, gradients))?;
                 continue;
             }
             let mut optimizer = self.load(&part.unit)?;
-            module = optimizer.step(learning_rate.clone(), module, gradients);
+            module = catch(|| optimizer.step(learning_rate.clone(), module, gradients))?;
             self.store(part.unit, &optimizer)?;
         }
         Ok(module)

@@ -487,6 +487,9 @@ pub enum Error {
         /// The collectives that carried the unit's gradients in this step, and the step's order of operations.
         operations: Box<str>,
     },
+    /// A shard or a gradient that cannot be kept in a file.
+    #[error(transparent)]
+    ShardFile(#[from] Box<crate::files::ShardFileError>),
     /// An error of a collective.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),

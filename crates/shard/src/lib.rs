@@ -8,10 +8,10 @@
 //!
 //! The foundation, which does not depend on units:
 //!
-//! - `policy`, `gradient_hook`, `reduction_hook`: the user's settings.
+//! - `policy`, `divide_factors`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
-//!   (warnings), `device`, `path` (module walks that track the current path), `pins` (buffers that live too long),
-//!   `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
+//!   (warnings), `files` (values in files), `device`, `path` (module walks that track the current path), `pins` (buffers
+//!   that live too long), `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in, and the
 //!   uses of units that belong to it.
@@ -56,8 +56,10 @@ mod audit;
 mod convert;
 mod copies;
 mod device;
+mod divide_factors;
 mod error;
 mod evaluate;
+mod files;
 mod gradient_hook;
 mod inspect;
 mod layer;
@@ -98,14 +100,16 @@ pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
 pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};
 pub use copies::UnitState;
+pub use divide_factors::DivideFactors;
 pub use error::Error;
 pub use evaluate::evaluate;
+pub use files::ShardFileError;
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
 pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use inspect::units::{UnitHandle, UnitMemory, Unsharding, no_sync, units, unused_units};
 pub use pins::Pinned;
-pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
+pub use policy::{ReduceGroup, ShardPolicy};
 pub use probes::is_probe;
 pub use recompute::{recompute, region_device};
 pub use reduction_hook::{FullGradient, UnitReduction};

@@ -1,11 +1,15 @@
 //! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
 use burn::module::Lora;
 use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::Precision;
 use crate::audit::Audit;
+use crate::divide_factors::DivideFactors;
 use crate::error::Error;
 use crate::gradient_hook::GradientHook;
 use crate::reduction_hook::{ReductionHook, UnitReduction};
@@ -45,35 +49,18 @@ pub struct ShardPolicy {
     pub(crate) reduction: Option<ReductionHook>,
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
+    pub(crate) files: Option<Files>,
     pub(crate) lora: Option<Lora>,
     /// The modules whose regions are recomputed; `None` for all.
     pub(crate) recomputed: Option<Vec<Pattern>>,
     pub(crate) audit: Audit,
 }
 
-/// Divisors that replace the number of ranks when gradients are averaged: `pre` divides each rank's gradient, `post`
-/// the sum. Sums are computed in at least 32 bits, so the split matters only for bitwise equality with other systems.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DivideFactors {
-    /// The divisor of each rank's gradient before the sum.
-    pub pre: f64,
-    /// The divisor of the sum.
-    pub post: f64,
-}
-
-impl DivideFactors {
-    /// Splits `ranks` into two factors to keep 16-bit sums in range, as fairscale and PyTorch do: `pre` is the smallest
-    /// power of two that is at least the square root of `ranks` or does not divide `ranks`, and `post` is the quotient.
-    pub fn balanced(ranks: usize) -> Self {
-        let mut pre = 1;
-        while ranks.is_multiple_of(pre) && ranks / pre > pre {
-            pre *= 2;
-        }
-        Self {
-            pre: pre as f64,
-            post: ranks as f64 / pre as f64,
-        }
-    }
+/// The parameters whose shards are in files.
+#[derive(Debug, Clone)]
+pub(crate) struct Files {
+    pub(crate) folder: Arc<Path>,
+    pub(crate) patterns: Vec<Pattern>,
 }
 
 /// Selects the communicator for reductions.
@@ -118,6 +105,7 @@ impl ShardPolicy {
             reduction: None,
             gathers_in_8_bits: false,
             offload: None,
+            files: None,
             lora: None,
             recomputed: None,
             audit: Audit::default(),
@@ -334,6 +322,47 @@ impl ShardPolicy {
         self
     }
 
+    /// Keeps the shards and reduced gradients of the matching parameters in files in `folder`, which are mapped into
+    /// memory. The system reads their pages when a gather or the optimizer needs them, and drops them when memory is
+    /// scarce. If the optimizer's state is also in files, a rank needs memory only for its largest units and the
+    /// activations, not for its share of the model.
+    ///
+    /// The patterns select the part of the model that is in files: `["**"]`, `["blocks.*"]`, `["**.mlp"]`. A pattern
+    /// matches parameters, or modules with everything in them.
+    ///
+    /// All values have the same bits as in memory, with any optimizer, in clones, averages and checkpoints. A step
+    /// writes each new shard and gradient once, so a fast local disk and large batches help. A folder in a memory file
+    /// system (`tmpfs`) saves nothing. A step fails if the bytes of a shard have changed; gradients are checked only if
+    /// ranks compare bytes (`Check::Agreement`).
+    ///
+    /// The folder must exist, and may differ between ranks. The files have no names, and disappear with the values,
+    /// even if the process is killed. If a file cannot be written, `fully_shard`, [`backward`](crate::backward()) and
+    /// functions that change the module's state return [`Error::ShardFile`]. Burn's `step` of an optimizer unwinds with
+    /// it; [`catch`](crate::catch) returns it as a value.
+    ///
+    /// Some values remain in memory: parameters that every rank keeps whole by default (vectors, those below
+    /// [`whole_below`](Self::whole_below)), gradients that wait for another backward or another reduction, sums in
+    /// Burn's `GradientsAccumulator`, and the optimizer's state. Shards must be on the CPU backend: on other devices,
+    /// also set [`offload_to`](Self::offload_to).
+    ///
+    /// ```
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().units(["blocks.*"]).in_files("/scratch", ["blocks.*"]);
+    /// # let _ = policy;
+    /// ```
+    pub fn in_files<P: Into<String>>(
+        mut self,
+        folder: impl Into<PathBuf>,
+        patterns: impl IntoIterator<Item = P>,
+    ) -> Self {
+        self.files = Some(Files {
+            folder: folder.into().into(),
+            patterns: patterns.into_iter().map(Pattern::new).collect(),
+        });
+        self
+    }
+
     /// Attaches Burn's low-rank adapters while sharding. This freezes every parameter of the module and adds two
     /// trained factors to each two-dimensional parameter that `lora`'s group matches: `a` of shape `[in, rank]` and `b`
     /// of shape `[rank, out]`. Use it instead of `module.apply_lora(lora)`, which works neither before nor after
@@ -423,31 +452,5 @@ impl ShardPolicy {
     ) -> Self {
         self.reduction = Some(ReductionHook::new(hook));
         self
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::DivideFactors;
-
-    #[test]
-    fn factors_match_the_table() {
-        let pairs = [
-            (1, 1.0, 1.0),
-            (2, 2.0, 1.0),
-            (3, 2.0, 1.5),
-            (4, 2.0, 2.0),
-            (6, 4.0, 1.5),
-            (8, 4.0, 2.0),
-            (12, 4.0, 3.0),
-            (16, 4.0, 4.0),
-            (32, 8.0, 4.0),
-            (64, 8.0, 8.0),
-            (128, 16.0, 8.0),
-            (256, 16.0, 16.0),
-        ];
-        for (ranks, pre, post) in pairs {
-            assert_eq!(DivideFactors::balanced(ranks), DivideFactors { pre, post });
-        }
     }
 }

@@ -70,9 +70,22 @@ impl Shown {
         }))
     }
 
+    /// Returns the elements, flat and without autodiff.
+    pub(crate) fn flat(&self) -> Tensor<1> {
+        of_any!(self, param => {
+            let value = plain(param.base());
+            let len = value.shape().num_elements();
+            value.reshape([len])
+        })
+    }
+
     /// Returns the id that optimizers see.
     pub(crate) fn id(&self) -> ParamId {
         of_any!(self, param => param.id)
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        of_any!(self, param => param.base().device())
     }
 
     pub(crate) fn with_id(self, id: ParamId) -> Self {

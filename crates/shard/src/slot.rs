@@ -1,6 +1,7 @@
 //! The fixed properties of a parameter in its unit, and a table with one value per slot.
 
 use std::ops::{Deref, DerefMut, Range};
+use std::path::Path;
 use std::sync::Arc;
 
 use burn::tensor::DType;
@@ -67,6 +68,8 @@ pub(crate) struct Slot {
     pub(crate) adapter: Option<Adapter>,
     /// The layer around the parameter, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
+    /// The folder for files with this rank's part and its gradient, if they are not in memory.
+    pub(crate) folder: Option<Arc<Path>>,
 }
 
 impl Slot {

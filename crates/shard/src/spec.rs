@@ -5,9 +5,9 @@ use burn_fsdp_collectives::{ProcessGroup, Reduction};
 use burn_fsdp_mesh::Pattern;
 
 use crate::device;
+use crate::divide_factors::DivideFactors;
 use crate::gradient_hook::GradientHook;
 use crate::offload::Offload;
-use crate::policy::DivideFactors;
 use crate::reduction_hook::ReductionHook;
 use crate::slot::{Slot, Slots};
 

@@ -4,14 +4,17 @@ use std::ops::Deref;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
-use burn_fsdp_tensors::Staging;
+use burn_fsdp_tensors::{self as tensors, Mapped, Staging};
 use parking_lot::Mutex;
 
-use crate::policy::DivideFactors;
+use crate::device;
+use crate::divide_factors::DivideFactors;
+use crate::files::{self, ShardFileError};
 use crate::read::Named;
 use crate::schedule::Operation;
+use crate::shown::plain;
 use crate::spec::{UnitSpec, averaging};
 
 /// The first stride: the number of graph levels between two successive uses of units. It exceeds the depth of a
@@ -235,5 +238,67 @@ impl Unit {
 
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
+    }
+
+    /// Returns a flat tensor of the parameter in `slot` with its elements in a file, if the policy keeps them there.
+    /// `what` describes them in errors.
+    pub(crate) fn in_file(
+        &self,
+        slot: usize,
+        what: &'static str,
+        flat: Tensor<1>,
+    ) -> Result<Tensor<1>, Box<ShardFileError>> {
+        let (device, dtype) = (flat.device(), flat.dtype());
+        if self.slots[slot].folder.is_none() || !tensors::is_host(&device) {
+            return Ok(flat);
+        }
+        let source = tensors::source(plain(flat.clone()), None);
+        Ok(match self.mapped(slot, what, source.as_bytes())? {
+            Some(mapped) => {
+                let plain = tensors::tensor(mapped, dtype, &device.clone().without_autodiff());
+                device::tracked(plain, &device)
+            }
+            None => flat,
+        })
+    }
+
+    /// Writes elements of the parameter in `slot` to a file, if the policy keeps them there.
+    pub(crate) fn mapped(
+        &self,
+        slot: usize,
+        what: &'static str,
+        bytes: &[u8],
+    ) -> Result<Option<Mapped>, Box<ShardFileError>> {
+        let folder = self.slots[slot].folder.as_deref();
+        let Some(folder) = folder.filter(|_| !bytes.is_empty()) else {
+            return Ok(None);
+        };
+        let mapped = Mapped::new(bytes, folder);
+        mapped.map(Some).map_err(|error| {
+            let advice = files::advice(error.kind());
+            self.file_error(slot, (what, bytes.len()), error.to_string(), advice)
+        })
+    }
+
+    /// Returns an error about a file with a value of the parameter in `slot`, given its kind and size.
+    pub(crate) fn file_error(
+        &self,
+        slot: usize,
+        (what, num_bytes): (&'static str, usize),
+        reason: String,
+        advice: &'static str,
+    ) -> Box<ShardFileError> {
+        let slot = &self.slots[slot];
+        let folder = slot.folder.as_ref();
+        Box::new(ShardFileError {
+            rank: self.groups.shard.world_rank(),
+            what,
+            path: slot.path.clone(),
+            unit: self.label(),
+            num_bytes,
+            folder: folder.map_or_else(String::new, |folder| folder.display().to_string()),
+            reason,
+            advice,
+        })
     }
 }

@@ -12,15 +12,17 @@
 //! | `take` | bytes to tensors |
 //! | `low_bit` | optimizer states in 16 or 8 bits |
 //! | `host` | tells which tensors are in the host's memory |
+//! | `mapped` | bytes in files, mapped into memory |
 //! | `staging` | copies to and from other memory, counted |
 
-#![forbid(unsafe_code)]
+// `mapped.rs` maps files. Nothing else is unsafe.
 
 mod batch;
 mod element;
 mod host;
 mod lend;
 mod low_bit;
+mod mapped;
 mod staging;
 mod take;
 
@@ -29,5 +31,6 @@ pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, sav
 pub use host::{is_host, is_host_backend, on_host};
 pub use lend::{data_source, first_bytes, read, source};
 pub use low_bit::{LowBits, Rounding, StateFormat};
+pub use mapped::Mapped;
 pub use staging::{Staged, Staging, Transfers};
 pub use take::{data, owned, tensor};

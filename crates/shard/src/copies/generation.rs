@@ -22,6 +22,7 @@ use super::values::{Value, Values};
 use crate::convert::cast;
 use crate::device;
 use crate::error::Error;
+use crate::files;
 use crate::seal;
 use crate::shown::Shown;
 use crate::slot::{Holding, Slots};
@@ -189,7 +190,10 @@ impl Generation {
 
     pub(crate) fn set(&self, slot: usize, value: &Shown) {
         let mut values = self.values.lock();
-        let value = Value::of(value).sealed(self.holders_group(), values.known(slot));
+        let mut value = Value::of(value).sealed(self.holders_group(), values.known(slot));
+        if self.unit.slots[slot].folder.is_some() {
+            value = value.summed(values.known(slot));
+        }
         values.own[slot] = Some(value);
         values.inherited[slot] = None;
     }
@@ -218,11 +222,29 @@ impl Generation {
         format!("{kind} of `{path}` (unit {})", self.unit.label())
     }
 
-    /// Checks that the value of `slot` is unchanged since it was written, if ranks compare bytes.
+    /// Checks that the value of `slot` is unchanged since it was written, if ranks compare bytes or it is in a file.
     pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
         let held = self.held(slot);
         let named = || self.named(slot);
-        seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
+        seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)?;
+        self.check_file(slot)
+    }
+
+    /// Checks that the value of `slot` is unchanged since it was written, if it is in a file.
+    pub(crate) fn check_file(&self, slot: usize) -> Result<(), Error> {
+        let held = self.held(slot);
+        match held.checksum {
+            Some(written) if files::checksum(&held.plain) != written => {
+                let num_bytes = held.plain.shape().num_elements() * held.plain.dtype().size();
+                let what = (files::SHARD, num_bytes);
+                let reason = files::CHANGED.to_owned();
+                Err(self
+                    .unit
+                    .file_error(slot, what, reason, files::DAMAGED)
+                    .into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Flips a bit of the value of `slot` if fault injection requests it.
@@ -241,10 +263,12 @@ impl Generation {
     }
 
     /// Keeps `exact` as the 32-bit form of the value of `slot`, until the value changes.
-    pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) {
+    pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) -> Result<(), Error> {
+        let exact = self.unit.in_file(slot, files::AVERAGE, exact)?;
         if let Some(value) = self.values.lock().own[slot].as_mut() {
             value.exact = Some(exact);
         }
+        Ok(())
     }
 
     /// Frees the value of `slot`, which an optimizer has replaced while a backward graph still refers to this

@@ -3,7 +3,9 @@
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, Seal};
+use burn_fsdp_tensors as tensors;
 
+use crate::files;
 use crate::op;
 use crate::seal;
 use crate::shown::{Shown, of_any, plain};
@@ -27,6 +29,8 @@ pub(super) struct Value {
     pub(super) node: Option<NodeId>,
     /// The checksum of the value's bytes as they were written, if ranks compare bytes.
     pub(super) seal: Option<Seal>,
+    /// The CRC-32 of the value's bytes as they were written, if they are in a file.
+    pub(super) checksum: Option<u32>,
     /// The elements in 32 bits, for a moving average of a 16-bit parameter.
     pub(super) exact: Option<Tensor<1>>,
     /// True if the elements were freed, because the optimizer replaced them before backward ended.
@@ -46,6 +50,7 @@ impl Value {
             node: is_trained.then(|| op::node_of(value.clone())),
             plain: plain(value).reshape([len]),
             seal: None,
+            checksum: None,
             exact: None,
             is_freed: false,
         }
@@ -72,6 +77,17 @@ impl Value {
             Some(before) => before.seal.clone(),
             None => seal::seal(group, &self.plain),
         };
+        self
+    }
+
+    /// Adds the checksum of a value in a file. A value that shares the memory of `before` is unchanged.
+    pub(super) fn summed(mut self, before: Option<&Self>) -> Self {
+        if !tensors::is_host(&self.device) {
+            return self;
+        }
+        let before = before.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
+        let known = before.and_then(|before| before.checksum);
+        self.checksum = Some(known.unwrap_or_else(|| files::checksum(&self.plain)));
         self
     }
 }

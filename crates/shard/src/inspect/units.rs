@@ -8,9 +8,9 @@ use std::sync::{Arc, Weak};
 use burn::module::Module;
 
 use crate::copies::{Copies, Generation, UnitState};
+use crate::divide_factors::DivideFactors;
 use crate::error::Error;
 use crate::inspect;
-use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::unit::Unit;
 

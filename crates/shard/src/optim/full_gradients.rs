@@ -160,6 +160,7 @@ pub fn shard_gradients<M: Module>(
             };
             parameter.changed_sealed(&roots, &mut gradients, "the new gradient", |gradients| {
                 parameter.register(gradients, part, shape);
+                parameter.file(gradients)
             })
         });
     });

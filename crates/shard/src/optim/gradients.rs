@@ -9,11 +9,13 @@ use burn::tensor::{Shape, Tensor};
 use burn_fsdp_collectives::{Label, ProcessGroup};
 
 use crate::error::Error;
+use crate::files;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::root::Root;
 use crate::seal::Held;
 use crate::shown::plain;
+use crate::unit::Unit;
 
 /// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
@@ -208,6 +210,8 @@ struct ByRank {
     shape: fn(&GradientsParams, ParamId) -> Option<Shape>,
     scale: fn(&mut GradientsParams, ParamId, f64),
     register: fn(&mut GradientsParams, ParamId, Tensor<1>, Shape),
+    /// Moves the gradient into a file if the parameter in this slot is in one.
+    file: fn(&mut GradientsParams, ParamId, (&Unit, usize)) -> Result<(), Error>,
     transfer: fn(&mut GradientsParams, &mut GradientsParams, ParamId),
 }
 
@@ -227,6 +231,15 @@ impl ByRank {
             },
             register: |gradients, id, flat, shape| {
                 gradients.register(id, flat.reshape::<D, _>(shape));
+            },
+            file: |gradients, id, (unit, slot)| {
+                if let Some(gradient) = gradients.remove::<D>(id) {
+                    let shape = gradient.shape();
+                    let flat = gradient.reshape([shape.num_elements()]);
+                    let flat = unit.in_file(slot, files::GRADIENT, flat)?;
+                    gradients.register(id, flat.reshape::<D, _>(shape));
+                }
+                Ok(())
             },
             transfer: |from, to, id| {
                 if let Some(gradient) = from.remove::<D>(id) {
@@ -279,6 +292,7 @@ impl Parameter<'_> {
     ) -> Result<(), Error> {
         self.changed_sealed(roots, gradients, "the scaled gradient", |gradients| {
             (self.by_rank.scale)(gradients, self.id, factor);
+            self.file(gradients)
         })
     }
 
@@ -289,7 +303,7 @@ impl Parameter<'_> {
         roots: &[Arc<Root>],
         gradients: &mut GradientsParams,
         called: &str,
-        change: impl FnOnce(&mut GradientsParams),
+        change: impl FnOnce(&mut GradientsParams) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let sealed = self.member.and_then(|member| {
             let generation = &member.generation;
@@ -298,17 +312,27 @@ impl Parameter<'_> {
             root.group.compares_bytes().then_some((root, member, leaf))
         });
         let Some((root, member, leaf)) = sealed else {
-            change(gradients);
-            return Ok(());
+            return change(gradients);
         };
         root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
-        change(gradients);
+        change(gradients)?;
         let changed = self.gradient(gradients).and_then(|changed| {
             let what = member.generation.named_as(called, member.index);
             Held::new(&root.group, plain(changed), Label::from(what))
         });
         root.with_waiting(|waiting| waiting.replace(leaf, changed));
         Ok(())
+    }
+
+    /// Moves the gradient into a file if the parameter is in one.
+    pub(super) fn file(&self, gradients: &mut GradientsParams) -> Result<(), Error> {
+        match self.member {
+            Some(member) if member.slot().folder.is_some() => {
+                let place = (&*member.generation.unit, member.index);
+                (self.by_rank.file)(gradients, self.id, place)
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn transfer(&self, from: &mut GradientsParams, to: &mut GradientsParams) {

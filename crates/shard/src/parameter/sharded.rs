@@ -13,8 +13,11 @@ use super::owned::{Clones, Owned, RootLink};
 use super::{mailbox, member, part};
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
+use crate::device;
 use crate::error::Error;
+use crate::files;
 use crate::path::{CONTAINER, NAME};
+use crate::seal;
 use crate::shown::Shown;
 use crate::thrown::throw;
 
@@ -83,6 +86,7 @@ impl ShardedParam {
 
     /// Returns the parameter without its adapter, with `value` instead of its own value.
     fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
+        let value = in_file(from, value).unwrap_or_else(|error| throw(error));
         let generation = from.descend(from.slot, transition, &value);
         Self {
             value,
@@ -136,6 +140,11 @@ impl ShardedParam {
                 mapper.exit_module(NAME, CONTAINER);
                 let value = mapped(&generation, shown, path, mapper);
                 mapper.enter_module(NAME, CONTAINER);
+                // The mapper has read the file. Most maps leave most parameters unchanged and need no check.
+                if is_unwritten(&generation, &value) {
+                    let checked = generation.check_file(generation.slot);
+                    checked.unwrap_or_else(|error| throw(error));
+                }
                 let identity = if value.id() == before {
                     identity
                 } else {
@@ -186,6 +195,22 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
         generation.slot,
         sealed_in,
     ))
+}
+
+/// Returns true if the policy keeps the parameter in a file, and `value` is not yet there.
+fn is_unwritten(from: &Owned, value: &Shown) -> bool {
+    let is_in_file = from.unit.slots[from.slot].folder.is_some();
+    is_in_file && !seal::is_same_memory(&from.plain(from.slot), &value.flat())
+}
+
+/// Returns `value` with its elements in a file, if the policy keeps the parameter there.
+fn in_file(from: &Owned, value: Shown) -> Result<Shown, Error> {
+    if !is_unwritten(from, &value) {
+        return Ok(value);
+    }
+    let flat = device::tracked(value.flat(), &value.device());
+    let flat = from.unit.in_file(from.slot, files::SHARD, flat)?;
+    Ok(value.with_elements(flat))
 }
 
 /// Maps over the optimizer's view of a parameter. If `mapper` may be an untried optimizer, tries it first.

@@ -13,6 +13,7 @@ use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
 use crate::convert::cast;
 use crate::copies::Generation;
 use crate::error::Error;
+use crate::files;
 use crate::op::Reduced;
 use crate::seal;
 use crate::slot::{Element, Slot};
@@ -133,7 +134,7 @@ pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
     arrived: Vec<Arrived>,
     arrival: Arrival,
-) -> Vec<Reduced> {
+) -> Result<Vec<Reduced>, Error> {
     leaves
         .zip(arrived)
         .filter_map(|((generation, index), arrived)| {
@@ -175,23 +176,31 @@ pub(super) fn sum(
 }
 
 /// Returns a reduced gradient as a gradient of its parameter's leaf; `None` if the parameter is frozen, or another rank
-/// owns it.
-pub(super) fn reduced(generation: &Generation, index: usize, sum: Sum) -> Option<Reduced> {
-    let slot = &generation.unit.slots[index];
-    let rank = generation.unit.groups.shard.rank();
+/// owns it. The gradient of a shard in a file is written to one.
+pub(super) fn reduced(
+    generation: &Generation,
+    index: usize,
+    sum: Sum,
+) -> Option<Result<Reduced, Error>> {
+    let unit = &generation.unit;
+    let slot = &unit.slots[index];
+    let rank = unit.groups.shard.rank();
     if slot.is_elsewhere(rank) {
         return None;
     }
-    Some(Reduced {
-        node: generation.node(index)?,
+    let node = generation.node(index)?;
+    let gradient = unit.in_file(index, files::GRADIENT, sum.tensor);
+    let reduced = gradient.map(|gradient| Reduced {
+        node,
         shape: Shape::from(slot.shown_shape(rank)),
         seal: sum.seal.map(|seal| {
             let what = generation.named_as("the reduced gradient", index);
             (seal, Label::from(what))
         }),
-        gradient: sum.tensor,
+        gradient,
         tag: sum.tag,
-    })
+    });
+    Some(reduced.map_err(Error::from))
 }
 
 /// Returns a gradient as input to a reduction, after the policy's hook; zeros if this rank has none.

@@ -12,9 +12,9 @@ use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, redu
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
+use crate::divide_factors::DivideFactors;
 use crate::error::Error;
 use crate::op::Reduced;
-use crate::policy::DivideFactors;
 use crate::schedule::{Note, Operation};
 use crate::seal;
 use crate::slot::{Slot, Slots};
@@ -163,12 +163,12 @@ impl Progress {
                 let arrived = slots.iter();
                 let arrived =
                     arrived.filter_map(|&slot| reduced(generation, slot, waiting[slot].take()?));
-                arrived.collect()
+                arrived.collect::<Result<_, _>>()?
             }
             Some(replicas) => {
                 let crossed = self.cross(root, replicas, generation, slots, waiting)?;
                 let leaves = slots.iter().map(|&slot| (generation, slot));
-                gradients_of(leaves, crossed, Arrival::AsHeld)
+                gradients_of(leaves, crossed, Arrival::AsHeld)?
             }
         };
         self.deliver(root, generation, slots, gradients)
@@ -368,7 +368,9 @@ impl Progress {
         let earlier = earlier.and_then(|waiting| waiting[slot].take());
         let sum = added(root, generation, slot, earlier, sum)?;
         if root.is_last() {
-            return Ok(sum.and_then(|sum| reduced(generation, slot, sum)));
+            return sum
+                .and_then(|sum| reduced(generation, slot, sum))
+                .transpose();
         }
         let waiting = waiting.entry(unit.position());
         waiting.or_insert_with(|| unit.empty_slots())[slot] = sum;
@@ -390,7 +392,7 @@ impl Progress {
             let slots = 0..unit.slots.len();
             let gradients =
                 slots.filter_map(|slot| reduced(&generation, slot, waiting[slot].take()?));
-            let gradients = gradients.collect();
+            let gradients = gradients.collect::<Result<_, _>>()?;
             self.arrive(root, gradients)?;
         }
         Ok(())

@@ -92,7 +92,7 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
     }
     for (path, member) in inspect::places(&average) {
         if let Some(sum) = next.remove(&path) {
-            member.generation.keep_exact(member.index, sum);
+            member.generation.keep_exact(member.index, sum)?;
         }
     }
     Ok(average)

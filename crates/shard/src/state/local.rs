@@ -10,6 +10,7 @@ use burn_fsdp_tensors as tensors;
 
 use crate::convert;
 use crate::error::Error;
+use crate::files;
 use crate::inspect::{self, Member};
 use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
@@ -160,6 +161,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
     mut read: impl FnMut(&LocalTensor) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<M, E> {
     let mut values = HashMap::new();
+    let members: HashMap<_, _> = inspect::places(&module).into_iter().collect();
     for tensor in local_state(&module)? {
         let Some(bytes) = read(&tensor)? else {
             continue;
@@ -174,10 +176,18 @@ pub fn load_local_state<M: Module, E: From<Error>>(
                 got,
             }));
         }
-        let data = TensorData::from_bytes_vec(bytes, tensor.held_shape(), tensor.dtype);
+        let (shape, dtype) = (tensor.held_shape(), tensor.dtype);
+        let in_file = members.get(&tensor.path).map(|member| {
+            let unit = &member.generation.unit;
+            unit.mapped(member.index, files::SHARD, &bytes)
+        });
+        let in_file = in_file.transpose().map_err(Error::from)?.flatten();
+        let data = match in_file {
+            Some(mapped) => tensors::data(mapped, shape, dtype),
+            None => TensorData::from_bytes_vec(bytes, shape, dtype),
+        };
         values.insert(tensor.path, data);
     }
-    let members = inspect::places(&module).into_iter().collect();
     Ok(catch(|| {
         path::map(module, &mut PutBack { members, values })
     })?)

@@ -1,6 +1,7 @@
 //! Groups parameters into units, and finds those that belong to none.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::path::Path;
 use std::sync::Arc;
 
 use burn::tensor::DType;
@@ -158,7 +159,13 @@ impl Grouping {
             let paths = parameters.iter().map(|found| found.path.as_str());
             return Err(unmatched(named[index].0.as_str(), paths));
         }
-        for (pattern, _) in &policy.cuts {
+        let in_files = policy.files.iter().flat_map(|files| &files.patterns);
+        for pattern in policy
+            .cuts
+            .iter()
+            .map(|(pattern, _)| pattern)
+            .chain(in_files)
+        {
             expect_match(pattern, parameters.iter())?;
         }
         by_unit.retain(|(_, members)| !members.is_empty());
@@ -229,10 +236,14 @@ impl Grouping {
             if let Some(lora) = &policy.lora {
                 factors::join(&mut slots, lora);
             }
+            let offload = Offload::new(policy, &members[0].device)?;
+            if offload.is_none() {
+                expect_host(&slots, &members[0])?;
+            }
             let spec = UnitSpec {
                 slots,
                 groups: groups.clone(),
-                offload: Offload::new(policy, &members[0].device)?,
+                offload,
                 gradients: GradientOptions {
                     hook: policy.hook.clone(),
                     reduction: policy.reduction.clone(),
@@ -261,6 +272,26 @@ fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
         _ if stays_whole => Holding::Whole,
         _ => Holding::Shard,
     }
+}
+
+/// Returns the folder for a parameter that is not in memory. A value that every rank keeps whole is small.
+fn folder(found: &Found, holding: Holding, policy: &ShardPolicy) -> Option<Arc<Path>> {
+    let files = policy.files.as_ref()?;
+    let mut patterns = files.patterns.iter();
+    let matches = patterns.any(|pattern| pattern.prefix_of(&found.path).is_some());
+    (matches && holding != Holding::Whole).then(|| files.folder.clone())
+}
+
+/// Rejects slots in files if shards are not on the CPU backend.
+fn expect_host(slots: &[Slot], found: &Found) -> Result<(), Error> {
+    if tensors::is_host(&found.device) || slots.iter().all(|slot| slot.folder.is_none()) {
+        return Ok(());
+    }
+    Err(Error::Option {
+        option: "in_files",
+        expected: "set for shards on the CPU backend; add `offload_to(Device::flex())`",
+        got: format!("set for `{}` on {:?}", found.path, found.device),
+    })
 }
 
 /// Checks that gradients in the policy's types can be reduced to the shards' type.
@@ -333,5 +364,6 @@ fn slot(
         },
         adapter: None,
         unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
+        folder: folder(found, holding, policy),
     })
 }

@@ -17,6 +17,7 @@ use crate::adapter::Adapter;
 use crate::convert;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
+use crate::files;
 use crate::parameter::identity::counterpart;
 use crate::parameter::owned::{Clones, RootLink};
 use crate::parameter::tied::{Tie, TiedParam};
@@ -184,6 +185,7 @@ impl Reparameterizer for Sharder<'_> {
         let base = stand_in_of(&param, &generation, index);
         let value = self.value(&unit, &unit.slots[index], &param);
         drop(param);
+        let value = value.and_then(|value| Ok(unit.in_file(index, files::SHARD, value)?));
         let value = value.unwrap_or_else(|error| throw(error));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
         let is_frozen = self.lora.is_some() && !self.factors.contains_key(path);
