@@ -11,7 +11,8 @@
 //! - `policy`, `divide_factors`, `gradient_hook`, `reduction_hook`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
 //!   (warnings), `files` (values in files), `device`, `path` (module walks that track the current path), `pins` (buffers
-//!   that live too long), `convert` (tensors with the type and device of others). The crate `tensors` converts between tensors and bytes.
+//!   that live too long), `convert` (tensors with the type and device of others). The crate `tensors` converts between
+//!   tensors and bytes.
 //! - `probes`: the trial of the optimizer at its first step, which determines whether it may work on shards.
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in, and the
 //!   uses of units that belong to it.
