@@ -102,10 +102,10 @@ where
         forward(&plain, nest::detached(input.clone()))
     });
     let tokens = touched.iter().map(|touched| touched.token.clone());
-    let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
-        // The region is attached to this tensor if no input has a gradient.
-        Tensor::zeros([1], &device).require_grad()
-    });
+    // Tokens have no gradients, so they cannot be added.
+    let token = tokens.reduce(|joined, token| op::attach(joined, token).0);
+    // If no unit is used, the region is attached to a new leaf, because its inputs need not have gradients.
+    let token = token.unwrap_or_else(|| Tensor::zeros([1], &device).require_grad());
     let (token, inputs) = Inputs::attached(input, token);
     let samples = nest::samples(output.clone());
     let outputs = Outputs::of(samples.len());

@@ -11,7 +11,8 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch, launcher_ranks};
 use burn_fsdp_shard::{Error, ShardPolicy, Strategy, backward, catch, fully_shard, recompute};
 
 use super::bench::{
-    Case, Outcome, assert_close, params, plain_device, plainly, seeded, sharded, whole_params,
+    Case, Outcome, SEED, assert_close, joined, on_ranks, optimizer, params, plain_device, plainly,
+    seeded, sharded, whole_params,
 };
 use super::launcher;
 use super::nets::{Block, MLP, Mlp, input, tokens};
@@ -370,6 +371,47 @@ fn nests_train_in_sharded_modules() {
         for policy in &policies {
             assert_close(&sharded(regions, ranks, 6, policy.clone()), &want, 1e-5);
         }
+    }
+}
+
+/// A region over two modules that are sharded separately, each with its own root.
+#[test]
+fn regions_use_modules_of_several_roots() {
+    fn loss(pair: &Pair, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let x = input([4, 5], rank, step, device);
+        let hidden = gelu(pair.first.forward(x));
+        pair.second.forward(hidden).square().mean()
+    }
+    let case = Case {
+        build: Pair::new,
+        loss,
+    };
+    for ranks in 1..=3 {
+        let want = plainly(case, ranks, 4);
+        let outcomes = on_ranks(ranks, move |world| {
+            let device = super::bench::device();
+            let pair = seeded(Pair::new(&device), SEED);
+            let mut pair = Pair {
+                first: fully_shard(pair.first, &world, ShardPolicy::new())?,
+                second: fully_shard(pair.second, &world, ShardPolicy::new())?,
+            };
+            let mut optim = optimizer();
+            let mut losses = Vec::new();
+            for step in 0..4 {
+                let x = input([4, 5], world.rank(), step, &device);
+                let outputs = recompute(&pair, (x,), |pair: &Pair, (x,)| {
+                    let hidden = gelu(pair.first.forward(x));
+                    vec![pair.second.forward(hidden)]
+                });
+                let loss = outputs[0].clone().square().mean();
+                losses.push(loss.clone().into_scalar::<f32>());
+                let gradients = backward(loss, &pair)?;
+                pair = optim.step(1e-2, pair, gradients);
+            }
+            let params = whole_params(Pair::new(&device), &pair);
+            Ok(Outcome { losses, params })
+        });
+        assert_close(&joined(&outcomes), &want, 1e-5);
     }
 }
 
