@@ -7,6 +7,7 @@ use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
+use burn_fsdp::internals::optim::backward_and_step;
 use burn_fsdp::internals::sharding::{Audit, FullGradient};
 use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
@@ -160,8 +161,52 @@ impl EagerRun {
     }
 }
 
+impl EagerRun {
+    fn steps_in_backward(&self) -> bool {
+        let is_engines = self.eager.accumulation != Accumulation::Burn;
+        let is_free = self.scaler.is_none() && self.case.clip.is_none();
+        self.eager.steps_in_backward && is_engines && is_free
+    }
+
+    /// Makes a step whose last backward runs the optimizer.
+    fn step_in_backward(&mut self, step: usize, strike: &Strike) -> Result<f32, Error> {
+        let last = self.case.micro_batches - 1;
+        let mut total = 0.0;
+        let loss = if self.eager.accumulation == Accumulation::NoSync {
+            for micro in 0..last {
+                no_sync(self.net(), || {
+                    let loss = self.loss(step, micro, strike)?;
+                    total += loss.clone().into_scalar::<f32>();
+                    strike.backward(self.mesh.world());
+                    Ok::<_, Error>(backward(loss, self.net())?)
+                })??;
+            }
+            self.loss(step, last, strike)?
+        } else {
+            let mut sum = self.loss(step, 0, strike)?;
+            for micro in 1..=last {
+                sum = sum + self.loss(step, micro, strike)?;
+            }
+            sum
+        };
+        total += loss.clone().into_scalar::<f32>();
+        strike.backward(self.mesh.world());
+        let net = self.net.take().expect("not in the middle of a step");
+        let rates = self.case.rates.of(step);
+        let net = backward_and_step(loss, net, &mut self.optimizer, rates)?;
+        self.net = Some(net);
+        if self.eager.moves {
+            self.renewed()?;
+        }
+        Ok(total)
+    }
+}
+
 impl Run for EagerRun {
     fn step(&mut self, step: usize, strike: &Strike) -> Result<f32, Error> {
+        if self.steps_in_backward() {
+            return self.step_in_backward(step, strike);
+        }
         let (loss, mut gradients) = self.gradients(step, strike)?;
         let net = self.net.take().expect("not in the middle of a step");
         if let Some(scaler) = &mut self.scaler {

@@ -94,6 +94,8 @@ pub(crate) struct Eager {
     pub(crate) has_hook: bool,
     /// True if shards travel to gathers in 8 bits.
     pub(crate) gathers_in_8_bits: bool,
+    /// True if the optimizer steps in backward, where nothing needs all gradients before.
+    pub(crate) steps_in_backward: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -300,7 +302,7 @@ fn eager() -> impl Strategy<Value = Engine> {
         select(&[Cut::Elements, Cut::Dims, Cut::Multiples(16)][..]),
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
-        any::<[bool; 9]>(),
+        any::<[bool; 10]>(),
         prop::bool::weighted(0.2),
         select(&Accumulation::ALL[..]),
         halves(&[FloatDType::BF16, FloatDType::F16]),
@@ -317,6 +319,7 @@ fn eager() -> impl Strategy<Value = Engine> {
                     moves,
                     shards_vectors,
                     has_hook,
+                    steps_in_backward,
                 ] = flags;
                 Engine::Eager(Eager {
                     strategy,
@@ -336,6 +339,7 @@ fn eager() -> impl Strategy<Value = Engine> {
                     shards_vectors,
                     has_hook,
                     gathers_in_8_bits: packs,
+                    steps_in_backward,
                 })
             },
         )

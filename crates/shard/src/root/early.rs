@@ -151,7 +151,7 @@ impl Progress {
                 unit: generation.unit.label(),
                 expected: "without further gradients in this backward".to_owned(),
                 got: "stepped before its last gradient arrived".to_owned(),
-                advice: "call `backward` and step after it; please report this",
+                advice: "call `backward`, and step the optimizer after it",
             });
         }
         if !self.is_complete(generation, slots) {

@@ -1,6 +1,7 @@
 //! The optimizer's steps in backward, compared bit for bit with steps after it.
 
 use burn::module::Module;
+use burn::nn::Linear;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
     AdaGradConfig, AdamWConfig, LionConfig, ModuleOptimizer, RmsPropConfig, SgdConfig,
@@ -9,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_shard::{
     Audit, Cut, Error, ReduceGroup, ShardPolicy, Strategy, backward, backward_and_step, catch,
-    into_record, memory, no_sync, num_audited, units,
+    into_record, memory, no_sync, num_audited, recompute, units,
 };
 
 use super::bench::{
@@ -17,7 +18,7 @@ use super::bench::{
     params, plainly, since, train_by, whole_params,
 };
 use super::hybrid;
-use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
+use super::nets::{CONV_NET, MLP, Mlp, RECURRENT, input};
 use super::recompute::{around_all, around_units, inside_units};
 use super::unused::{BARE, Routed, TWICE, UNEVEN};
 
@@ -150,8 +151,12 @@ fn units_that_some_ranks_skip_or_use_twice_step_once() {
     }
 }
 
-/// A route through the layers that differs by rank and step: the recorded order often lacks operations.
-fn wandering(model: &Routed, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+/// The loss of a route through the layers.
+type Route = fn(&Routed, &[usize], usize, usize, &Device) -> Tensor<1>;
+
+/// Routes through the layers that differ by rank and step: the recorded order often lacks operations.
+fn wandering(route: Route, model: &Routed, rank: usize, step: usize) -> Tensor<1> {
+    let device = &device();
     let mut seed = (rank * 7919 + step * 104_729 + 13) as u64;
     let mut next = |below: usize| {
         seed = seed
@@ -160,28 +165,54 @@ fn wandering(model: &Routed, rank: usize, step: usize, device: &Device) -> Tenso
         (seed >> 33) as usize % below
     };
     let mut loss = None;
-    // Some steps have the routes of the step before on all ranks, and follow the order.
     for _ in 0..1 + next(2) {
-        let route: Vec<_> = (0..next(5)).map(|_| next(4)).collect();
-        let part = model.through(&route, rank, step, device);
+        let layers: Vec<_> = (0..next(5)).map(|_| next(4)).collect();
+        let part = route(model, &layers, rank, step, device);
         loss = Some(loss.map_or(part.clone(), |sum| sum + part));
     }
     loss.expect("a part")
 }
 
-const WANDERING: Case<Routed> = Case {
-    build: Routed::new,
-    loss: |model, rank, step, device| wandering(model, rank, step / 3, device),
-};
+/// Each layer in its own region.
+fn in_regions(
+    model: &Routed,
+    layers: &[usize],
+    rank: usize,
+    step: usize,
+    device: &Device,
+) -> Tensor<1> {
+    let mut x = input([2, 5], rank, step, device);
+    for &layer in layers {
+        let layer = &model.layers[layer];
+        x = recompute(layer, x, |layer: &Linear, x| layer.forward(x));
+    }
+    model.head.forward(x).powf_scalar(2.0).mean()
+}
 
 #[test]
 fn steps_that_leave_the_recorded_order_step_every_unit_once() {
-    for ranks in 1..=4 {
-        for prefetch in 0..2 {
-            let policy = layers().prefetch(prefetch).audit(Audit::EveryStep);
-            let run = |way| trained(way, WANDERING, ranks, 45, policy.clone(), optimizer);
-            let got = run(Way::InBackward);
-            assert_same(&got, &run(Way::AfterBackward), &format!("{ranks} ranks"));
+    for (ranks, route) in (1..=4).flat_map(|ranks| {
+        let routes: [Route; 2] = [Routed::through, in_regions];
+        routes.map(|route| (ranks, route))
+    }) {
+        for replicas in [1, 2] {
+            if ranks % replicas != 0 {
+                continue;
+            }
+            let run = |way: Way| {
+                joined(&on_ranks(ranks, move |world| {
+                    let layout = [replicas, ranks / replicas];
+                    let policy = layers().prefetch(replicas - 1).audit(Audit::EveryStep);
+                    let model = hybrid::build(UNEVEN, &world, layout, policy)?;
+                    let (rank, plain) = (world.rank(), Routed::new(&device()));
+                    // Each route is taken three times: the third follows the order of the second.
+                    train_by(way, model, optimizer(), 45, plain, |model, step| {
+                        wandering(route, model, rank, step / 3)
+                    })
+                }))
+            };
+            let [got, want] = [Way::InBackward, Way::AfterBackward].map(run);
+            assert_same(&got, &want, &format!("{ranks} ranks, {replicas} replicas"));
         }
     }
 }
@@ -337,6 +368,10 @@ fn clones_and_partly_changed_units_keep_their_values() {
                     let loss = (MLP.loss)(&model, world.rank(), step, &device);
                     model = way.step(loss, model, &mut optim)?;
                 }
+                // A clone's forward gathers its own values.
+                let loss = |(clone, _): &(Mlp, Mlp)| (MLP.loss)(clone, world.rank(), 0, &device);
+                let losses = kept.iter().map(|kept| loss(kept).into_scalar::<f32>());
+                let losses = losses.collect();
                 let mut all = Vec::new();
                 let kept = kept.into_iter().flat_map(|(clone, valid)| [clone, valid]);
                 for copy in kept.chain([model]) {
@@ -344,7 +379,7 @@ fn clones_and_partly_changed_units_keep_their_values() {
                     all.extend(params(&(MLP.build)(&device).load_record(record)));
                 }
                 Ok(Outcome {
-                    losses: Vec::new(),
+                    losses,
                     params: all,
                 })
             }))

@@ -6,18 +6,18 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp_collectives::{Check, LaunchConfig, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
     Cut, Error, FullyShardedDataParallel, LowBitOptimizer, Precision, SealedOptimizer, ShardPolicy,
-    StateFormat, backward_and_step, fully_shard,
+    StateFormat, backward_and_step, fully_shard, recompute,
 };
 
 use super::bench::{
     Outcome, Way, assert_same, build, device, on_ranks, optimizer, params, ready, seeded, train_by,
 };
-use super::nets::{MLP, Mlp, input};
+use super::nets::{Block, MLP, Mlp, input, tokens};
 use super::owners::{Make, WHOLE};
 
 const STEPS: usize = 4;
@@ -145,25 +145,39 @@ fn each_root_of_a_module_steps_its_units() {
     });
 }
 
-/// A learning rate of zero defers the trial of the optimizer to a step that runs in backward.
+/// The loss of [`MLP`], with each block in a region.
+fn recomputed(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
+    for block in &model.blocks {
+        x = recompute(block, x, |block: &Block, x| block.forward(x));
+    }
+    model.head.forward(x).powf_scalar(2.0).mean()
+}
+
+/// A learning rate of zero defers the trial of the optimizer to a step that runs in backward, here also in a region.
 #[test]
 fn an_optimizer_of_whole_tensors_is_detected_in_backward() {
-    let make: fn() -> ModuleOptimizer = || AdafactorConfig::new().init();
-    for zeros in [0, 2] {
+    let losses: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [Mlp::loss, recomputed];
+    for (zeros, loss) in [0, 2].into_iter().zip(losses).chain([(2, losses[0])]) {
         let errors = on_ranks(2, move |world| {
             let device = device();
             let mut model = build(MLP, &world, &device, blocks())?;
-            let mut optim = make();
+            let mut optim: ModuleOptimizer = AdafactorConfig::new().init();
             for step in 0..zeros {
-                let loss = (MLP.loss)(&model, world.rank(), step, &device);
+                let loss = loss(&model, world.rank(), step, &device);
                 model = backward_and_step(loss, model, &mut optim, 0.0)?;
             }
-            let loss = (MLP.loss)(&model, world.rank(), zeros, &device);
+            let loss = loss(&model, world.rank(), zeros, &device);
             Ok(backward_and_step(loss, model, &mut optim, 1e-2).err())
         });
         for error in errors {
             let message = error.map(|error| error.to_string()).unwrap_or_default();
-            assert!(message.contains("whole"), "{zeros}: {message}");
+            // The last block's gradients are the first to arrive.
+            let path = if zeros == 0 { "embed" } else { "blocks.2" };
+            assert!(
+                message.contains("whole") && message.contains(path),
+                "{message}"
+            );
         }
     }
 }
