@@ -4,10 +4,9 @@ use burn::tensor::{Device, GradientCheckpointingStrategy};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
 
 use crate::device;
-use crate::gradient_hook::GradientHook;
+use crate::hooks::Hooks;
 use crate::offload::Offload;
 use crate::policy::DivideFactors;
-use crate::reduction_hook::ReductionHook;
 use crate::slot::{Slot, Slots};
 
 /// The process groups of a unit's collectives.
@@ -24,19 +23,13 @@ pub(crate) struct Groups {
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
-#[derive(Clone, Default)]
-pub(crate) struct GradientOptions {
-    pub(crate) hook: Option<GradientHook>,
-    pub(crate) reduction: Option<ReductionHook>,
-}
-
 pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
     pub(crate) groups: Groups,
     /// The devices of the unit's shards and full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
-    pub(crate) gradients: GradientOptions,
+    pub(crate) hooks: Hooks,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
     /// True if `replicate` created the unit.

@@ -177,6 +177,10 @@ impl Progress {
                 break;
             };
             let generation = self.copy_in_use(root, operation)?;
+            if generation.unit.hooks.gather.is_some() {
+                // A hook blocks, so an early gather would only hold memory. This, too, depends only on the order.
+                break;
+            }
             let is_joined = !generation.life.is_sharded();
             if is_joined {
                 drop(root.start_join(&generation, operation)?)
