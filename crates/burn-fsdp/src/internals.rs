@@ -13,7 +13,7 @@
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
-        ReduceGroup, UnitReduction, fully_shard_from,
+        ParameterShard, ReduceGroup, ReductionStage, UnitGather, UnitReduction, fully_shard_from,
     };
 }
 

@@ -432,7 +432,8 @@ impl ShardPolicy {
     /// ([`prefetch`](Self::prefetch)), because the function blocks.
     ///
     /// Shards stay exact. Records, checkpoints and summoned parameters are read from the shards, without the function.
-    /// [`gather_in_8_bits`](Self::gather_in_8_bits) cannot be set as well.
+    /// Parameters that every rank keeps whole are not gathered. [`gather_in_8_bits`](Self::gather_in_8_bits) cannot be
+    /// set as well.
     ///
     /// For example, to send 32-bit weights in 16 bits:
     ///

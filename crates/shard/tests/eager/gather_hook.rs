@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Check, LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_shard::{
-    Audit, Cut, Error, ParameterShard, Precision, ShardPolicy, UnitGather, backward, catch,
+    Audit, Cut, Error, ParameterShard, Pinned, Precision, ShardPolicy, UnitGather, backward, catch,
     evaluate, memory, no_sync, recompute, reset_peak, units,
 };
 
@@ -239,6 +239,26 @@ fn full_parameters_of_hooks_are_counted_and_not_gathered_early() {
     for hook in [as_the_engine, in_halves, by_notes] {
         assert_eq!(peak(blocks().prefetch(0).gather_hook(hook)), none);
         assert_eq!(ahead(hook), one);
+    }
+}
+
+/// The units whose full weights outlive forward on a device on which products save their weights.
+fn pinned(policy: ShardPolicy) -> Vec<Pinned> {
+    let seen = on_ranks(2, move |world| {
+        let device = plain_device().autodiff();
+        let model = build(MLP, &world, &device, policy.clone())?;
+        backward(model.loss_of_row(world.rank(), 0, &device), &model)?;
+        Ok(memory(&model)?.pinned)
+    });
+    seen[0].clone()
+}
+
+#[test]
+fn weights_of_hooks_that_outlive_forward_are_reported() {
+    let want = pinned(blocks());
+    assert!(want.len() >= 2, "{want:?}");
+    for hook in [as_the_engine, in_halves] {
+        assert_eq!(pinned(blocks().gather_hook(hook)), want);
     }
 }
 
