@@ -13,7 +13,8 @@
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
-        ReduceGroup, ShardFileError, UnitReduction, fully_shard_from,
+        ParameterShard, ReduceGroup, ReductionStage, ShardFileError, UnitGather, UnitReduction,
+        fully_shard_from,
     };
 }
 

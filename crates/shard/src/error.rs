@@ -317,7 +317,7 @@ pub enum Error {
          `Tensor::inner` if necessary"
     )]
     Hook {
-        /// The subject of the call: a parameter's gradient, or a unit's reduction on a rank.
+        /// The subject of the call: a parameter's gradient, or a unit's gather or reduction on a rank.
         of: String,
         /// The expected behavior.
         expected: String,

@@ -8,7 +8,7 @@
 //!
 //! The foundation, which does not depend on units:
 //!
-//! - `policy`, `divide_factors`, `gradient_hook`, `reduction_hook`: the user's settings.
+//! - `policy`, `divide_factors`, `hooks`: the user's settings.
 //! - `error`, `thrown` (errors that unwind through Burn), `read` (the last parameter read, for errors), `report`
 //!   (warnings), `files` (values in files), `device`, `path` (module walks that track the current path), `pins` (buffers
 //!   that live too long), `convert` (tensors with the type and device of others). The crate `tensors` converts between
@@ -61,7 +61,7 @@ mod divide_factors;
 mod error;
 mod evaluate;
 mod files;
-mod gradient_hook;
+mod hooks;
 mod inspect;
 mod layer;
 mod leaves;
@@ -78,7 +78,6 @@ mod policy;
 mod probes;
 mod read;
 mod recompute;
-mod reduction_hook;
 mod region;
 mod report;
 mod root;
@@ -105,6 +104,7 @@ pub use divide_factors::DivideFactors;
 pub use error::Error;
 pub use evaluate::evaluate;
 pub use files::ShardFileError;
+pub use hooks::{FullGradient, ParameterShard, ReductionStage, UnitGather, UnitReduction};
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
 pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
@@ -113,7 +113,6 @@ pub use pins::Pinned;
 pub use policy::{ReduceGroup, ShardPolicy};
 pub use probes::is_probe;
 pub use recompute::{recompute, region_device};
-pub use reduction_hook::{FullGradient, UnitReduction};
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, input_type, reset};
 pub use stepping::backward_and_step;

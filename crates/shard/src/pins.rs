@@ -3,8 +3,6 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use burn_fsdp_collectives::Buffer;
-
 use crate::report;
 
 /// A unit whose full weights are kept alive outside the engine.
@@ -74,18 +72,18 @@ impl Watch {
 }
 
 /// A buffer with a lifetime, which ends when no tensor holds it any more.
-pub(crate) struct Marked {
-    buffer: Buffer,
+pub(crate) struct Marked<B> {
+    buffer: B,
     /// The lifetime of the buffer, dropped with it.
     _life: Arc<()>,
 }
 
-impl Marked {
+impl<B: AsRef<[u8]>> Marked<B> {
     /// Returns `buffer`, and the mark that tracks its lifetime.
-    pub(crate) fn new(buffer: Buffer) -> (Self, Mark) {
+    pub(crate) fn new(buffer: B) -> (Self, Mark) {
         let life = Arc::new(());
         let mark = Mark {
-            bytes: buffer.len(),
+            bytes: buffer.as_ref().len(),
             life: Arc::downgrade(&life),
         };
         let marked = Self {
@@ -96,7 +94,7 @@ impl Marked {
     }
 }
 
-impl AsRef<[u8]> for Marked {
+impl<B: AsRef<[u8]>> AsRef<[u8]> for Marked<B> {
     fn as_ref(&self) -> &[u8] {
         self.buffer.as_ref()
     }

@@ -11,8 +11,7 @@ use crate::Precision;
 use crate::audit::Audit;
 use crate::divide_factors::DivideFactors;
 use crate::error::Error;
-use crate::gradient_hook::GradientHook;
-use crate::reduction_hook::{ReductionHook, UnitReduction};
+use crate::hooks::{GatherHook, GradientHook, Hooks, ReductionHook, UnitGather, UnitReduction};
 
 /// Configures how [`fully_shard`](crate::fully_shard) shards a module.
 ///
@@ -45,8 +44,7 @@ pub struct ShardPolicy {
     pub(crate) ignored: Vec<Pattern>,
     pub(crate) reshard_to: Option<usize>,
     pub(crate) reduce_group: ReduceGroup,
-    pub(crate) hook: Option<GradientHook>,
-    pub(crate) reduction: Option<ReductionHook>,
+    pub(crate) hooks: Hooks,
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
     pub(crate) files: Option<Files>,
@@ -101,8 +99,7 @@ impl ShardPolicy {
             ignored: Vec::new(),
             reshard_to: None,
             reduce_group: ReduceGroup::Shared,
-            hook: None,
-            reduction: None,
+            hooks: Hooks::default(),
             gathers_in_8_bits: false,
             offload: None,
             files: None,
@@ -416,7 +413,8 @@ impl ShardPolicy {
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {
         let hook = GradientHook::new(hook);
-        self.hook = Some(match self.hook.take() {
+        let hooks = &mut self.hooks;
+        hooks.gradient = Some(match hooks.gradient.take() {
             Some(first) => first.then(hook),
             None => hook,
         });
@@ -431,8 +429,8 @@ impl ShardPolicy {
     ///
     /// The function is called inside backward, in the same order on all ranks of the shard axis, including those
     /// without a gradient. All ranks must issue the same collectives. It must not use sharded modules. It runs after
-    /// [`gradient_hook`](Self::gradient_hook). Parameters that every rank keeps whole under a strategy other than
-    /// [`Strategy::NoShard`] (vectors, those below [`whole_below`](Self::whole_below)) are still reduced by the engine.
+    /// [`gradient_hook`](Self::gradient_hook). [`all_reduce_hook`](Self::all_reduce_hook) replaces the engine's other
+    /// reductions.
     ///
     /// For example, to send gradients in 16 bits and sum them in 32:
     ///
@@ -450,7 +448,70 @@ impl ShardPolicy {
         mut self,
         hook: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
     ) -> Self {
-        self.reduction = Some(ReductionHook::new(hook));
+        self.hooks.reduction = Some(ReductionHook::new(hook));
+        self
+    }
+
+    /// Sets a function that computes the engine's all-reduces of gradients in its place, under the rules of
+    /// [`reduction_hook`](Self::reduction_hook). [`UnitReduction::stage`] tells which one:
+    ///
+    /// - With [`replicate_axis`](Self::replicate_axis), each unit's sum over the replicas. The function receives and
+    ///   returns this rank's elements.
+    /// - At the end of backward, the reduction over all ranks of the parameters that every rank keeps whole (vectors,
+    ///   those below [`whole_below`](Self::whole_below)). One call covers all units with the same policy and divisors.
+    ///
+    /// With [`Strategy::NoShard`] there are neither: `reduction_hook` reduces all gradients.
+    ///
+    /// ```
+    /// use burn::tensor::DType;
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().replicate_axis("replicate").all_reduce_hook(|unit| {
+    ///     let gradients = unit.gradients().iter();
+    ///     unit.average(gradients.map(|gradient| gradient.tensor().cast(DType::BF16)).collect())
+    /// });
+    /// # let _ = policy;
+    /// ```
+    pub fn all_reduce_hook(
+        mut self,
+        hook: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        self.hooks.all_reduce = Some(ReductionHook::new(hook));
+        self
+    }
+
+    /// Sets a function that gathers a unit's parameters in place of the engine, for example with compression. It
+    /// receives this rank's shards, and returns the full parameters, flat and without autodiff, in any float type; the
+    /// engine casts them to the compute type. [`UnitGather::all_gather`] is the engine's own gather. All ranks must
+    /// return the same bits, because the model computes with what is returned; with
+    /// [`Check::Agreement`](burn_fsdp_collectives::Check), ranks compare them.
+    ///
+    /// The function is called in forward, in backward and in evaluation, in the same order on all ranks of
+    /// [`UnitGather::group`], including ranks that do not need the unit, whose results are dropped. All ranks must issue
+    /// the same collectives. It must not use sharded modules. The unit is not gathered ahead of its use
+    /// ([`prefetch`](Self::prefetch)), because the function blocks.
+    ///
+    /// Shards stay exact. Records, checkpoints and summoned parameters are read from the shards, without the function.
+    /// Parameters that every rank keeps whole are not gathered. [`gather_in_8_bits`](Self::gather_in_8_bits) cannot be
+    /// set as well.
+    ///
+    /// For example, to send 32-bit weights in 16 bits:
+    ///
+    /// ```
+    /// use burn::tensor::DType;
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().gather_hook(|unit| {
+    ///     let shards = unit.shards().iter();
+    ///     unit.all_gather(shards.map(|shard| shard.tensor().cast(DType::BF16)).collect())
+    /// });
+    /// # let _ = policy;
+    /// ```
+    pub fn gather_hook(
+        mut self,
+        hook: impl Fn(&UnitGather) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
+    ) -> Self {
+        self.hooks.gather = Some(GatherHook::new(hook));
         self
     }
 }

@@ -6,9 +6,8 @@ use burn_fsdp_mesh::Pattern;
 
 use crate::device;
 use crate::divide_factors::DivideFactors;
-use crate::gradient_hook::GradientHook;
+use crate::hooks::Hooks;
 use crate::offload::Offload;
-use crate::reduction_hook::ReductionHook;
 use crate::slot::{Slot, Slots};
 
 /// The process groups of a unit's collectives.
@@ -25,19 +24,13 @@ pub(crate) struct Groups {
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
-#[derive(Clone, Default)]
-pub(crate) struct GradientOptions {
-    pub(crate) hook: Option<GradientHook>,
-    pub(crate) reduction: Option<ReductionHook>,
-}
-
 pub(crate) struct UnitSpec {
     /// The unit's parameters, in module order.
     pub(crate) slots: Vec<Slot>,
     pub(crate) groups: Groups,
     /// The devices of the unit's shards and full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
-    pub(crate) gradients: GradientOptions,
+    pub(crate) hooks: Hooks,
     /// The autodiff strategy of the device that the module was built on, which Burn's `valid().train()` loses.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
     /// True if `replicate` created the unit.

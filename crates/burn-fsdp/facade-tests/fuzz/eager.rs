@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
 use burn_fsdp::internals::optim::backward_and_step;
-use burn_fsdp::internals::sharding::{Audit, FullGradient};
+use burn_fsdp::internals::sharding::{Audit, FullGradient, ParameterShard};
 use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
@@ -287,6 +287,17 @@ impl Case {
                 let gradients = unit.gradients().iter();
                 unit.reduce_scatter(gradients.map(FullGradient::tensor).collect())
             });
+            policy = policy.all_reduce_hook(|unit| {
+                let gradients = unit.gradients().iter();
+                unit.average(gradients.map(FullGradient::tensor).collect())
+            });
+            // The engine's 8 bits exclude a hook.
+            if !eager.gathers_in_8_bits {
+                policy = policy.gather_hook(|unit| {
+                    let shards = unit.shards().iter();
+                    unit.all_gather(shards.map(ParameterShard::tensor).collect())
+                });
+            }
         }
         if let Ranks::Copies(_) = ranks {
             policy = policy.replicate_axis("replicate");

@@ -90,7 +90,7 @@ pub(crate) struct Eager {
     pub(crate) moves: bool,
     /// True if vectors are also sharded.
     pub(crate) shards_vectors: bool,
-    /// True if a hook reduces gradients instead of the engine.
+    /// True if hooks gather and reduce instead of the engine.
     pub(crate) has_hook: bool,
     /// True if shards travel to gathers in 8 bits.
     pub(crate) gathers_in_8_bits: bool,

@@ -7,6 +7,7 @@ use burn_fsdp_collectives::{Pending, Received, Seal};
 use parking_lot::Mutex;
 
 use crate::error::Error;
+use crate::pins::Mark;
 use crate::slot::Slots;
 
 /// The state of a unit's full parameters.
@@ -41,6 +42,9 @@ pub(crate) enum Gather {
     Shards(Pending<Received>),
     /// A gather of pieces of the full parameters, among neighbours.
     Pieces(Pending<Received>),
+    /// The full parameters that the policy's hook has gathered, one for each gathered slot, with marks of the buffers in
+    /// host memory.
+    ByHook(Vec<(Tensor<1>, Option<Mark>)>),
 }
 
 /// The state of the full parameters, with their tensors.

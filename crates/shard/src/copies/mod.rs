@@ -13,7 +13,7 @@ mod values;
 
 pub use lifecycle::UnitState;
 
-pub(crate) use generation::{Generation, Transition};
+pub(crate) use generation::{Generation, Piece, Transition};
 pub(crate) use holders::Copied;
 pub(crate) use lifecycle::{Full, Gather};
 pub(crate) use live::{Copies, WeakCopies};

@@ -12,8 +12,10 @@ use super::accumulate::{Gradient, Sum};
 use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
 use crate::convert::cast;
 use crate::copies::Generation;
+use crate::divide_factors::DivideFactors;
 use crate::error::Error;
 use crate::files;
+use crate::hooks::ReductionHook;
 use crate::op::Reduced;
 use crate::seal;
 use crate::slot::{Element, Slot};
@@ -97,6 +99,28 @@ pub(super) struct Given {
     pub(super) source: Source,
     /// The gradient's tag; `None` if this rank has no gradient.
     pub(super) tag: Option<Tag>,
+}
+
+/// A gradient of a parameter that every rank holds whole.
+pub(super) struct Whole {
+    pub(super) generation: Arc<Generation>,
+    pub(super) slot: usize,
+    /// This rank's gradient, after the policy's hook, in the reduction type.
+    pub(super) own: Option<Gradient>,
+}
+
+impl Whole {
+    pub(super) fn factors(&self) -> Option<DivideFactors> {
+        self.generation.unit.factors()
+    }
+
+    pub(super) fn hook(&self) -> Option<&ReductionHook> {
+        self.generation.unit.hooks.all_reduce.as_ref()
+    }
+
+    pub(super) fn tag(&self) -> Option<Tag> {
+        self.own.as_ref().map(|own| own.tag)
+    }
 }
 
 /// A reduced gradient, as a reduction returned it.
@@ -205,24 +229,29 @@ pub(super) fn reduced(
 
 /// Returns a gradient as input to a reduction, after the policy's hook; zeros if this rank has none.
 pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
+    let gradient = gradient.map(|gradient| hooked(gradient, slot, unit));
+    Ok(sent(gradient.transpose()?, slot, unit))
+}
+
+/// Returns a gradient of the reduction type as input to a reduction; zeros if this rank has none.
+pub(super) fn sent(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Given {
     let Some(gradient) = gradient else {
         let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
-        return Ok(Given {
+        return Given {
             source: Source::new(vec![0; bytes]),
             tag: None,
-        });
+        };
     };
-    let gradient = hooked(gradient, slot, unit)?;
-    Ok(Given {
+    Given {
         source: unit.staging.source(gradient.tensor, Some(gradient.account)),
         tag: Some(gradient.tag),
-    })
+    }
 }
 
 /// Applies the policy's hook to a gradient, and returns the result in the reduction type.
 pub(super) fn hooked(gradient: Gradient, slot: &Slot, unit: &Unit) -> Result<Gradient, Error> {
     let elements = slot.partition.num_elements();
-    let tensor = match &unit.gradients.hook {
+    let tensor = match &unit.hooks.gradient {
         Some(hook) => hook.call(&slot.path, gradient.tensor),
         None => gradient.tensor,
     };

@@ -4,18 +4,20 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_fsdp_collectives::{
-    At, ElementType, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
+    At, ElementType, Fingerprint, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
 };
-use burn_fsdp_tensors::is_host;
+use burn_fsdp_tensors::{self as tensors, is_host};
 
 use super::state::Root;
 use crate::convert::cast;
-use crate::copies::{Full, Gather, Generation, UnitState};
+use crate::copies::{Full, Gather, Generation, Piece, UnitState};
 use crate::error::Error;
+use crate::hooks::{GatherHook, ParameterShard, UnitGather};
 use crate::packing::Packing;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
 use crate::seal;
+use crate::slot::Slots;
 
 impl Root {
     /// Starts a gather that the program requested, outside of the order.
@@ -43,6 +45,11 @@ impl Root {
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         if !unit.is_gathered() {
+            return Ok(());
+        }
+        if let Some(hook) = &unit.hooks.gather {
+            let full = self.gather_by(hook, generation, operation)?;
+            generation.life.begin_gather(Gather::ByHook(full));
             return Ok(());
         }
         if unit.groups.shard.size() == 1 {
@@ -95,6 +102,10 @@ impl Root {
         if !generation.unit.is_gathered() {
             return Ok(None);
         }
+        if let Some(hook) = &generation.unit.hooks.gather {
+            self.gather_by(hook, generation, operation)?;
+            return Ok(None);
+        }
         let Sources { group, parts, .. } = sources(generation, operation)?;
         let label = self.gather_label(generation, operation);
         Ok(Some(group.join_all_gather(label, Vec::new(), parts)?))
@@ -115,6 +126,15 @@ impl Root {
             let (pending, are_packed) = match gather {
                 Gather::Shards(pending) => (pending, true),
                 Gather::Pieces(pending) => (pending, false),
+                Gather::ByHook(tensors) => {
+                    for (slot, (mut tensor, mark)) in unit.gathered_slots().zip(tensors) {
+                        marks.extend(mark);
+                        full.seals[slot] = seal::seal(&unit.groups.shard, &tensor);
+                        seal::flip_if_told(&self.group, At::Weight, &mut tensor);
+                        full.tensors[slot] = Some(tensor);
+                    }
+                    return Ok((full, marks));
+                }
                 Gather::Own => {
                     for slot in unit.gathered_slots() {
                         full.tensors[slot] = Some(match &unit.slots[slot].packing {
@@ -158,6 +178,57 @@ impl Root {
         })?;
         // The unit was already gathered, or needs no gather.
         Ok(marks.unwrap_or_default())
+    }
+
+    /// Lets the policy's hook gather a unit. Returns the full parameters, one for each gathered slot, with marks of the
+    /// buffers in host memory.
+    fn gather_by(
+        &self,
+        hook: &GatherHook,
+        generation: &Generation,
+        operation: Operation,
+    ) -> Result<Vec<(Tensor<1>, Option<Mark>)>, Error> {
+        let unit = &generation.unit;
+        let (group, shards) = shards_for_hook(generation, operation)?;
+        let full = hook.call(&UnitGather {
+            unit: unit.label(),
+            label: Label::from(format!("{} hook", self.gather_label(generation, operation))),
+            group: group.clone(),
+            pool: self.reduced.clone(),
+            shards,
+        })?;
+        // All ranks have issued the same number of operations here.
+        let operations = group.counts().total().operations;
+        let full = unit.gathered_slots().zip(full).map(|(index, full)| {
+            let slot = &unit.slots[index];
+            let full = cast(full, slot.elements.compute.dtype);
+            let device = generation.device(index).without_autodiff();
+            let full = if full.device() == device {
+                full
+            } else {
+                unit.staging.moved(full, &device)
+            };
+            if let Some(seal) = seal::seal(group, &full).filter(|_| group.size() > 1) {
+                let number = Fingerprint::of(&(self.number, &slot.path, operations));
+                let named = || Label::from(generation.named_as("the hook's gather", index));
+                group.tell_replica(number, &seal, named);
+            }
+            self.counted(full)
+        });
+        Ok(full.collect())
+    }
+
+    /// Returns a full parameter that was created outside of the pool, in the same memory, which the pool now counts. On
+    /// the host, also returns the mark of that memory.
+    fn counted(&self, full: Tensor<1>) -> (Tensor<1>, Option<Mark>) {
+        let (dtype, device) = (full.dtype(), full.device());
+        if !is_host(&device) {
+            return (full, None);
+        }
+        let [len] = full.dims();
+        let account = self.pool.account(len * dtype.size());
+        let (marked, mark) = Marked::new(Lent(tensors::source(full, Some(account))));
+        (tensors::tensor(marked, dtype, &device), Some(mark))
     }
 
     /// Returns the full parameter of a slot, unpacked from the 8-bit shards, and the mark of its buffer.
@@ -231,6 +302,15 @@ impl Root {
     }
 }
 
+/// The memory of a tensor.
+struct Lent(Source);
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
 /// The data that a rank publishes for a gather.
 struct Sources<'a> {
     group: &'a ProcessGroup,
@@ -239,35 +319,82 @@ struct Sources<'a> {
     are_pieces: bool,
 }
 
+/// Returns this rank's pieces if forward left them for a backward gather among neighbours, and the neighbours.
+fn pieces(generation: &Generation, operation: Operation) -> Option<(&ProcessGroup, Slots<Piece>)> {
+    match operation {
+        Operation::UnshardBackward(_) => {
+            let neighbours = generation.unit.groups.neighbours.as_ref()?;
+            Some((neighbours, generation.pieces()?))
+        }
+        _ => None,
+    }
+}
+
 /// Returns the data that this rank publishes for a gather: its pieces if forward left them for a backward gather among
 /// neighbours, otherwise its shards.
 fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>, Error> {
     let unit = &generation.unit;
-    match (&unit.groups.neighbours, generation.pieces(), operation) {
-        (Some(neighbours), Some(pieces), Operation::UnshardBackward(_)) => {
-            let parts = unit.gathered_slots().map(|index| {
-                let slot = &unit.slots[index];
-                let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
-                let named = || Label::from(generation.named_as("the piece", index));
-                Ok(Part {
-                    source: unit.staging.source(piece, None).sealed(seal, named),
-                    partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
-                    element: slot.elements.compute.wire,
-                })
-            });
-            let parts: Result<_, Error> = parts.collect();
-            Ok(Sources {
-                group: neighbours,
-                parts: parts?,
-                are_pieces: true,
-            })
-        }
-        _ => Ok(Sources {
+    let Some((neighbours, pieces)) = pieces(generation, operation) else {
+        return Ok(Sources {
             group: &unit.groups.shard,
             parts: shards(generation)?,
             are_pieces: false,
-        }),
-    }
+        });
+    };
+    let parts = unit.gathered_slots().map(|index| {
+        let slot = &unit.slots[index];
+        let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
+        let named = || Label::from(generation.named_as("the piece", index));
+        Ok(Part {
+            source: unit.staging.source(piece, None).sealed(seal, named),
+            partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
+            element: slot.elements.compute.wire,
+        })
+    });
+    let parts: Result<_, Error> = parts.collect();
+    Ok(Sources {
+        group: neighbours,
+        parts: parts?,
+        are_pieces: true,
+    })
+}
+
+/// Returns the data of [`sources`] for a hook, and the group that gathers it.
+fn shards_for_hook(
+    generation: &Generation,
+    operation: Operation,
+) -> Result<(&ProcessGroup, Vec<ParameterShard>), Error> {
+    let unit = &generation.unit;
+    let pieces = pieces(generation, operation);
+    let group = pieces
+        .as_ref()
+        .map_or(&unit.groups.shard, |(group, _)| group);
+    let shards = unit.gathered_slots().map(|index| {
+        let slot = &unit.slots[index];
+        let (tensor, partition) = match &pieces {
+            Some((neighbours, pieces)) => {
+                let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
+                let named = || generation.named_as("the piece", index);
+                seal::check(neighbours, seal.as_ref(), &piece, named)?;
+                let elements = slot.partition.num_elements();
+                (piece, Partition::flat(elements, neighbours.size())?)
+            }
+            None => {
+                generation.flip_if_told(index);
+                generation.check(index)?;
+                (generation.computing(index), slot.partition)
+            }
+        };
+        Ok(ParameterShard {
+            path: slot.path.clone(),
+            shape: slot.shape.clone(),
+            tensor,
+            held: partition.range(group.rank()),
+            partition,
+        })
+    });
+    let shards: Result<_, Error> = shards.collect();
+    Ok((group, shards?))
 }
 
 /// Returns this rank's shards, in the form in which they are sent.

@@ -1,21 +1,26 @@
-//! Reductions that the policy's hook performs instead of the engine.
+//! Reductions that the policy's hooks perform instead of the engine.
 
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::Account;
-use burn_fsdp_tensors::is_host;
+use burn_fsdp_collectives::{Account, ProcessGroup, Reduction as Averaging};
 
 use super::accumulate::{Gradient, Sum};
-use super::arrival::hooked;
+use super::arrival::{Whole, hooked, reduced};
+use super::reduce::{SUM, tell_whole};
 use super::state::{Progress, Root};
 use crate::audit::{is_flagged, scale_of, tag_of_sum};
 use crate::convert::cast;
 use crate::copies::Generation;
 use crate::error::Error;
-use crate::reduction_hook::{FullGradient, ReductionHook, UnitReduction};
+use crate::hooks::{FullGradient, ReductionHook, ReductionStage, UnitReduction};
+use crate::op::Reduced;
 use crate::seal;
 use crate::slot::Slots;
+use crate::spec::averaging;
+
+/// This rank's input to a hook, with its memory account; `None` if it has no gradient.
+type Own = Option<(Tensor<1>, Option<Account>)>;
 
 impl Progress {
     /// Calls the hook to reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients
@@ -30,7 +35,6 @@ impl Progress {
     ) -> Result<Vec<Option<Sum>>, Error> {
         let unit = &generation.unit;
         let group = &unit.groups.reduce;
-        let mean = unit.averaging();
         let mut own = Vec::with_capacity(slots.len());
         for &index in slots {
             let gradient = gradients[index].take();
@@ -50,72 +54,191 @@ impl Progress {
         self.audited.carries(Some(unit), pending.operation());
         let notes = pending.wait()?;
         self.early.hear(unit, &notes);
-        let used: Vec<_> = (0..slots.len())
-            .map(|place| is_flagged(&notes, place))
-            .collect();
-        let mut accounts = Vec::with_capacity(slots.len());
-        let all = slots.iter().zip(own).zip(&used);
-        let gradients = all
-            .filter(|(_, is_used)| **is_used)
-            .map(|((&index, own), _)| full_gradient(generation, index, own, &mut accounts));
-        let gradients = gradients.collect();
-        let reduction = UnitReduction {
-            unit: unit.label(),
-            label: root.label(format_args!("{} reduction by the hook", unit.label())),
-            group: group.clone(),
-            pool: root.reduced.clone(),
-            mean,
-            divisor: 1.0 / (mean.pre_scale * mean.post_scale),
-            gradients,
-        };
-        let mut parts = hook.call(&reduction)?.into_iter();
-        drop(accounts);
-        let scale = scale_of(&mean, group.size());
-        let all = slots.iter().zip(used).enumerate();
-        let sums = all.map(|(number, (&index, is_used))| {
-            let part = is_used.then(|| parts.next()).flatten()?;
-            let tensor = as_held(generation, index, part);
-            Some(Sum {
-                seal: if is_host(&tensor.device()) {
-                    seal::seal(&unit.groups.shard, &tensor)
-                } else {
-                    None
-                },
-                tensor,
-                tag: tag_of_sum(&notes, number, slots.len()).times(scale),
-            })
-        });
-        Ok(sums.collect())
+        let leaves = slots.iter().map(|&slot| (&**generation, slot));
+        let own = own.into_iter().map(given_to_hook);
+        let reduction = root.reduction_by_hook(
+            (ReductionStage::Shards, unit.label()),
+            group,
+            unit.averaging(),
+        );
+        reduced_by(hook, reduction, leaves.zip(own), &notes)
+    }
+
+    /// Calls the hook to sum the shards' gradients over all replicas. The ranks first exchange which gradients they
+    /// have.
+    pub(super) fn cross_by(
+        &mut self,
+        root: &Root,
+        (hook, replicas): (&ReductionHook, &ProcessGroup),
+        generation: &Generation,
+        slots: &[usize],
+        mut waiting: Slots<Sum>,
+    ) -> Result<Vec<Reduced>, Error> {
+        let unit = &generation.unit;
+        let mut own = Vec::with_capacity(slots.len());
+        for &index in slots {
+            let sum = waiting[index].take();
+            if let Some(sum) = &sum {
+                let named = || generation.named_as(SUM, index);
+                seal::check(&root.group, sum.seal.as_ref(), &sum.tensor, named)?;
+            }
+            own.push(sum);
+        }
+        let tags = own.iter().map(|own| own.as_ref().map(|own| own.tag));
+        let note = self.unit_note(unit, tags);
+        let label = root.label(format_args!("{} gradients of replicas", unit.label()));
+        let pending = replicas.start_exchange(label, note)?;
+        self.audited.carries(Some(unit), pending.operation());
+        let notes = pending.wait()?;
+        self.early.hear(unit, &notes);
+        let leaves = slots.iter().map(|&slot| (generation, slot));
+        let own = own.into_iter().map(|own| own.map(|own| (own.tensor, None)));
+        let reduction = root.reduction_by_hook(
+            (ReductionStage::Replicas, unit.label()),
+            replicas,
+            Averaging::sum(),
+        );
+        let sums = reduced_by(hook, reduction, leaves.zip(own), &notes)?;
+        let sums = slots.iter().zip(sums);
+        sums.filter_map(|(&slot, sum)| reduced(generation, slot, sum?))
+            .collect()
+    }
+
+    /// Averages gradients of parameters kept whole, like [`average_whole`](Self::average_whole), by the hook. The ranks
+    /// first exchange `note`.
+    pub(super) fn average_whole_by(
+        &mut self,
+        root: &Root,
+        hook: &ReductionHook,
+        note: Vec<u8>,
+        whole: Vec<Whole>,
+        of_reduction: impl FnOnce(&[Vec<u8>]) -> Vec<Vec<u8>>,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let label = root.label(format_args!("parameters kept whole, gradients of ranks"));
+        let pending = root.group.start_exchange(label, note)?;
+        self.audited.carries(None, pending.operation());
+        let notes = pending.wait()?;
+        let factors = whole.first().and_then(Whole::factors);
+        let (leaves, own): (Vec<_>, Vec<_>) = whole
+            .into_iter()
+            .map(|whole| ((whole.generation, whole.slot), whole.own))
+            .unzip();
+        tell_whole(root, &leaves);
+        let reduction = root.reduction_by_hook(
+            (ReductionStage::Whole, "root".to_owned()),
+            &root.group,
+            averaging(root.group.size(), factors),
+        );
+        let of = leaves
+            .iter()
+            .map(|(generation, slot)| (&**generation, *slot));
+        let own = own.into_iter().map(given_to_hook);
+        let sums = reduced_by(hook, reduction, of.zip(own), &of_reduction(&notes))?;
+        let mut gradients = Vec::with_capacity(leaves.len());
+        for ((generation, slot), sum) in leaves.iter().zip(sums) {
+            gradients.extend(self.whole_or_later(root, generation, *slot, sum)?);
+        }
+        self.arrive(root, gradients)?;
+        Ok(notes)
     }
 }
 
-/// Returns this rank's full gradient for the hook, or zeros if it has none. Moves the gradient's memory account to
-/// `accounts`.
+impl Root {
+    /// Returns a reduction by a hook, without gradients.
+    fn reduction_by_hook(
+        &self,
+        (stage, unit): (ReductionStage, String),
+        group: &ProcessGroup,
+        mean: Averaging,
+    ) -> UnitReduction {
+        let what = match stage {
+            ReductionStage::Shards => "reduction",
+            ReductionStage::Replicas => "reduction over replicas",
+            ReductionStage::Whole => "reduction of parameters kept whole",
+        };
+        UnitReduction {
+            label: self.label(format_args!("{unit} {what} by the hook")),
+            unit,
+            stage,
+            group: group.clone(),
+            pool: self.reduced.clone(),
+            mean,
+            divisor: 1.0 / (mean.pre_scale * mean.post_scale),
+            gradients: Vec::new(),
+        }
+    }
+}
+
+fn given_to_hook(own: Option<Gradient>) -> Own {
+    own.map(|own| (own.tensor, Some(own.account)))
+}
+
+/// Calls `hook` with the gradients that any rank has according to the ranks' notes. Returns this rank's part of each
+/// result, and `None` for gradients that no rank has.
+fn reduced_by<'a>(
+    hook: &ReductionHook,
+    mut reduction: UnitReduction,
+    gradients: impl Iterator<Item = ((&'a Generation, usize), Own)>,
+    notes: &[Vec<u8>],
+) -> Result<Vec<Option<Sum>>, Error> {
+    // The gradients' memory is counted until the hook returns.
+    let mut accounts = Vec::new();
+    let mut leaves = Vec::new();
+    for (place, (leaf, own)) in gradients.enumerate() {
+        let is_used = is_flagged(notes, place);
+        leaves.push((leaf, is_used));
+        if is_used {
+            let (tensor, account) = own.unzip();
+            accounts.extend(account.flatten());
+            let gradient = full_gradient(leaf, reduction.stage, tensor);
+            reduction.gradients.push(gradient);
+        }
+    }
+    let mut parts = hook.call(&reduction)?.into_iter();
+    drop(accounts);
+    let scale = scale_of(&reduction.mean, reduction.group.size());
+    let number = leaves.len();
+    let sums = leaves.into_iter().enumerate();
+    let sums = sums.map(|(place, ((generation, slot), is_used))| {
+        let part = is_used.then(|| parts.next()).flatten()?;
+        let tensor = as_held(generation, slot, part);
+        let group = &generation.unit.groups.shard;
+        Some(Sum {
+            seal: seal::seal(group, &tensor),
+            tensor,
+            tag: tag_of_sum(notes, place, number).times(scale),
+        })
+    });
+    Ok(sums.collect())
+}
+
+/// Returns this rank's gradient for the hook, or zeros if it has none.
 fn full_gradient(
-    generation: &Generation,
-    index: usize,
-    own: Option<Gradient>,
-    accounts: &mut Vec<Account>,
+    (generation, index): (&Generation, usize),
+    stage: ReductionStage,
+    own: Option<Tensor<1>>,
 ) -> FullGradient {
     let unit = &generation.unit;
     let slot = &unit.slots[index];
-    let tensor = match own {
-        Some(own) => {
-            accounts.push(own.account);
-            own.tensor
-        }
-        None => {
+    let held = slot.held_range(unit.groups.shard.rank());
+    let tensor = own.unwrap_or_else(|| match stage {
+        ReductionStage::Shards | ReductionStage::Whole => {
             let device = generation.device(index).without_autodiff();
             let elements = slot.partition.num_elements();
             Tensor::zeros([elements], (&device, slot.elements.reduce.dtype))
         }
-    };
+        ReductionStage::Replicas => {
+            let device = generation.home(index);
+            Tensor::zeros([held.len()], (&device, slot.elements.stored.dtype))
+        }
+    });
+    let is_scattered = stage == ReductionStage::Shards && slot.is_gathered();
     FullGradient {
         path: slot.path.clone(),
         shape: slot.shape.clone(),
         tensor,
-        partition: slot.is_gathered().then_some(slot.partition),
-        held: slot.held_range(unit.groups.shard.rank()),
+        partition: is_scattered.then_some(slot.partition),
+        held,
     }
 }
 

@@ -8,11 +8,12 @@ use burn_fsdp_collectives::{
 };
 
 use super::accumulate::{Gradient, Sum};
-use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, reduced, sum, sums};
+use super::arrival::{
+    Arrival, Arrived, Whole, arrived, given, gradients_of, hooked, reduced, sent, sum, sums,
+};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
-use crate::divide_factors::DivideFactors;
 use crate::error::Error;
 use crate::op::Reduced;
 use crate::schedule::{Note, Operation};
@@ -22,7 +23,7 @@ use crate::spec::averaging;
 use crate::unit::Unit;
 
 /// The description, in messages, of a shard gradient that is reduced across replicas.
-const SUM: &str = "the reduced gradient";
+pub(super) const SUM: &str = "the reduced gradient";
 
 impl Root {
     /// Returns true if reduced gradients of a unit wait in the shards.
@@ -70,7 +71,7 @@ impl Progress {
             return Ok(());
         }
         tell_replicas(root, generation, &slots);
-        if let Some(hook) = &unit.gradients.reduction {
+        if let Some(hook) = &unit.hooks.reduction {
             // Earlier reductions must complete first: the hook communicates among the same ranks.
             self.complete(root, 0)?;
             let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
@@ -166,6 +167,11 @@ impl Progress {
                 arrived.collect::<Result<_, _>>()?
             }
             Some(replicas) => {
+                if let Some(hook) = &unit.hooks.all_reduce {
+                    let gradients =
+                        self.cross_by(root, (hook, replicas), generation, slots, waiting)?;
+                    return self.deliver(root, generation, slots, gradients);
+                }
                 let crossed = self.cross(root, replicas, generation, slots, waiting)?;
                 let leaves = slots.iter().map(|&slot| (generation, slot));
                 gradients_of(leaves, crossed, Arrival::AsHeld)?
@@ -251,7 +257,7 @@ impl Progress {
         let (wish, marks) = (order.wish(wanted), order.marks().to_vec());
         let note = self
             .audited
-            .last_note(wish, marks, whole.iter().map(|whole| whole.given.tag));
+            .last_note(wish, marks, whole.iter().map(Whole::tag));
         let lengths = note.lengths();
         let notes = if whole.is_empty() {
             let label = root.label(format_args!("end of backward"));
@@ -264,7 +270,7 @@ impl Progress {
             self.average_whole(root, note.join(), whole, of_reduction)?
         };
         for whole in by_factors {
-            let note = self.audited.note(whole.iter().map(|whole| whole.given.tag));
+            let note = self.audited.note(whole.iter().map(Whole::tag));
             self.average_whole(root, note, whole, <[_]>::to_vec)?;
         }
         let notes = Note::split_all(notes, lengths);
@@ -273,7 +279,7 @@ impl Progress {
     }
 
     /// Takes the gradients of parameters kept whole whose units reduce in this step, as one list for each set of divide
-    /// factors. There is one list unless units have different factors.
+    /// factors and each hook. There is one list unless units differ in these.
     fn take_whole(&mut self, root: &Root) -> Result<Vec<Vec<Whole>>, Error> {
         let mut taken: Vec<Vec<Whole>> = Vec::new();
         for mut ended in std::mem::take(&mut self.gradients.ended) {
@@ -288,14 +294,17 @@ impl Progress {
                     tag: whole.tag,
                     seal: None,
                 });
+                let own = gradient.map(|gradient| hooked(gradient, &unit.slots[slot], unit));
                 let whole = Whole {
                     generation: ended.generation.clone(),
                     slot,
-                    given: given(gradient, &unit.slots[slot], unit)?,
+                    own: own.transpose()?,
                 };
                 let alike = |list: &&mut Vec<Whole>| {
                     let first = list.first();
-                    first.is_some_and(|first| first.factors() == whole.factors())
+                    first.is_some_and(|first| {
+                        first.factors() == whole.factors() && first.hook() == whole.hook()
+                    })
                 };
                 match taken.iter_mut().find(alike) {
                     Some(list) => list.push(whole),
@@ -315,12 +324,16 @@ impl Progress {
         whole: Vec<Whole>,
         of_reduction: impl FnOnce(&[Vec<u8>]) -> Vec<Vec<u8>>,
     ) -> Result<Vec<Vec<u8>>, Error> {
+        if let Some(hook) = whole.first().and_then(Whole::hook).cloned() {
+            return self.average_whole_by(root, &hook, note, whole, of_reduction);
+        }
         let factors = whole.first().and_then(Whole::factors);
         let mut leaves = Vec::with_capacity(whole.len());
         let mut sources = Vec::with_capacity(whole.len());
         for whole in whole {
+            let unit = &whole.generation.unit;
+            sources.push(sent(whole.own, &unit.slots[whole.slot], unit).source);
             leaves.push((whole.generation, whole.slot));
-            sources.push(whole.given.source);
         }
         let slots = leaves
             .iter()
@@ -355,7 +368,7 @@ impl Progress {
 
     /// Returns the gradient of a parameter kept whole, plus the one that waits for the last backward; `None` if this is
     /// not the last backward.
-    fn whole_or_later(
+    pub(super) fn whole_or_later(
         &mut self,
         root: &Root,
         generation: &Generation,
@@ -455,7 +468,7 @@ fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
 }
 
 /// Reports the checksums of parameters kept whole, as this rank wrote them, to all ranks.
-fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
+pub(super) fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
         tell((root, &root.group), generation, *slot);
     }
@@ -469,17 +482,4 @@ fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: us
     let path = &generation.unit.slots[slot].path;
     let number = Fingerprint::of(&(root.number, path, generation.version()));
     group.tell_replica(number, &seal, || Label::from(generation.named(slot)));
-}
-
-/// A gradient of a parameter that every rank holds whole.
-struct Whole {
-    generation: Arc<Generation>,
-    slot: usize,
-    given: Given,
-}
-
-impl Whole {
-    fn factors(&self) -> Option<DivideFactors> {
-        self.generation.unit.factors()
-    }
 }

@@ -19,7 +19,7 @@ use super::ruler::Rulers;
 use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
 use crate::error::Error;
-use crate::gradient_hook::GradientHook;
+use crate::hooks::GradientHook;
 use crate::pins::Watch;
 use crate::policy::ShardPolicy;
 use crate::probes::Trial;
@@ -417,10 +417,12 @@ impl Drop for Turn<'_> {
 /// Throws an error if this thread is inside a hook of the policy.
 fn refuse_in_hook() {
     if GradientHook::is_running() {
-        throw(misplaced(
-            Phase::Backward,
-            "do not use a sharded module in a hook of the policy; read its values before backward",
-        ));
+        throw(Error::State {
+            unit: "root".to_owned(),
+            expected: "used outside of the policy's hooks".to_owned(),
+            got: "used in one of them".to_owned(),
+            advice: "do not use a sharded module in a hook of the policy; read its values before the step",
+        });
     }
 }
 

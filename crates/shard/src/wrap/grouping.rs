@@ -14,7 +14,7 @@ use crate::offload::Offload;
 use crate::packing::Packing;
 use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
-use crate::spec::{GradientOptions, Groups, UnitSpec};
+use crate::spec::{Groups, UnitSpec};
 use crate::survey::{Found, Survey};
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
@@ -244,10 +244,7 @@ impl Grouping {
                 slots,
                 groups: groups.clone(),
                 offload,
-                gradients: GradientOptions {
-                    hook: policy.hook.clone(),
-                    reduction: policy.reduction.clone(),
-                },
+                hooks: policy.hooks.clone(),
                 strategy: members[0].device.gradient_checkpointing_strategy(),
                 is_replica,
                 recomputed: policy.recomputed.clone(),

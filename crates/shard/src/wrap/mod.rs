@@ -156,6 +156,13 @@ fn wrap<M: Module>(
     form: Form,
     read: Option<Read<'_>>,
 ) -> Result<M, Error> {
+    if policy.hooks.gather.is_some() && policy.gathers_in_8_bits {
+        return Err(Error::Option {
+            option: "gather_hook",
+            expected: "set without it, because the hook chooses what is sent",
+            got: "set together with `gather_in_8_bits`".to_owned(),
+        });
+    }
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
     let (module, cast) = match policy.buffers {

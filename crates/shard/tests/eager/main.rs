@@ -2,10 +2,12 @@
 //! processes.
 
 mod accumulate;
+mod all_reduce_hook;
 mod audit;
 mod bench;
 mod composable;
 mod counts;
+mod gather_hook;
 mod hybrid;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;

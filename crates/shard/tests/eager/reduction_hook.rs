@@ -254,7 +254,7 @@ fn hooks_can_halve_the_traffic() {
 }
 
 /// The blocks that this rank runs: no rank runs the last, and only rank 0 runs the second.
-fn with_gaps(model: &Mlp, rank: usize, device: &Device) -> Tensor<1> {
+pub(crate) fn with_gaps(model: &Mlp, rank: usize, device: &Device) -> Tensor<1> {
     let mut x = model
         .embed
         .forward(super::nets::tokens([2, 4], 11, rank, 0, device));

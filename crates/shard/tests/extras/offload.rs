@@ -56,8 +56,9 @@ mod elsewhere {
     use burn::tensor::Tensor;
     use burn_fsdp_collectives::ProcessGroup;
     use burn_fsdp_shard::{
-        Clip, Error, Strategy, WriteBack, backward, check_elementwise, clip_grad_norm, full_state,
-        load_local_state, local_state, no_sync, recompute, summon_full_params,
+        Clip, Error, FullGradient, ParameterShard, Strategy, WriteBack, backward,
+        check_elementwise, clip_grad_norm, full_state, load_local_state, local_state, no_sync,
+        recompute, summon_full_params,
     };
 
     use super::super::bench::{
@@ -135,6 +136,31 @@ mod elsewhere {
             };
             let (got, want) = (run(Way::InBackward), run(Way::AfterBackward));
             assert_same(&got[0], &want[0], "offloaded");
+        }
+    }
+
+    #[test]
+    fn hooks_gather_and_reduce_between_the_devices() {
+        let hooked = |policy: ShardPolicy| {
+            policy
+                .gather_hook(|unit| {
+                    let shards = unit.shards().iter();
+                    unit.all_gather(shards.map(ParameterShard::tensor).collect())
+                })
+                .all_reduce_hook(|unit| {
+                    let gradients = unit.gradients().iter();
+                    unit.average(gradients.map(FullGradient::tensor).collect())
+                })
+                .reduction_hook(|unit| {
+                    let gradients = unit.gradients().iter();
+                    unit.reduce_scatter(gradients.map(FullGradient::tensor).collect())
+                })
+        };
+        for ranks in 1..=2 {
+            for policy in [blocks(), offloaded(blocks())] {
+                let want = trained(MLP, ranks, policy.clone());
+                assert_eq!(trained(MLP, ranks, hooked(policy)).params, want.params);
+            }
         }
     }
 

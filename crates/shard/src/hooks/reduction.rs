@@ -1,4 +1,4 @@
-//! A user's function that replaces the reduction of a unit's gradients.
+//! A user's function that replaces a reduction of gradients.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,11 +11,12 @@ use burn_fsdp_collectives::{
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_tensors as tensors;
 
+use super::results::{check, float_type};
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
 
-/// A function that reduces the gradients of a unit: it receives full gradients, and returns this rank's parts of their
-/// divided sums.
+/// A function that reduces gradients: it receives this rank's gradients, and returns this rank's parts of their divided
+/// sums.
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
@@ -37,17 +38,38 @@ impl ReductionHook {
     }
 }
 
+/// Clones of a hook are equal.
+impl PartialEq for ReductionHook {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 impl fmt::Debug for ReductionHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ReductionHook")
     }
 }
 
-/// The gradients of one unit, to be reduced by a hook; see
-/// [`ShardPolicy::reduction_hook`](crate::ShardPolicy::reduction_hook).
+/// The ranks over which a hook reduces gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReductionStage {
+    /// A unit's gradients are reduced over the ranks that hold its shards, or with
+    /// [`Strategy::NoShard`](crate::Strategy::NoShard) over all ranks.
+    Shards,
+    /// The results of `Shards` are summed over the replicas of hybrid sharding.
+    Replicas,
+    /// The gradients of the parameters that every rank keeps whole are reduced over all ranks, at the end of backward.
+    Whole,
+}
+
+/// The gradients of one unit, or of the parameters kept whole, to be reduced by a hook; see
+/// [`ShardPolicy::reduction_hook`](crate::ShardPolicy::reduction_hook) and
+/// [`ShardPolicy::all_reduce_hook`](crate::ShardPolicy::all_reduce_hook).
 #[derive(Debug)]
 pub struct UnitReduction {
     pub(crate) unit: String,
+    pub(crate) stage: ReductionStage,
     pub(crate) label: Label,
     pub(crate) group: ProcessGroup,
     pub(crate) pool: BufferPool,
@@ -56,13 +78,14 @@ pub struct UnitReduction {
     pub(crate) gradients: Vec<FullGradient>,
 }
 
-/// The full gradient of one parameter on this rank.
+/// The gradient of one parameter on this rank: the full gradient, or at [`ReductionStage::Replicas`] the sum of this
+/// rank's elements.
 #[derive(Debug)]
 pub struct FullGradient {
     pub(crate) path: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) tensor: Tensor<1>,
-    /// The partition into shards; `None` if every rank holds all of the parameter.
+    /// The partition into the shards that a reduction leaves on the ranks; `None` if every rank gets all of `tensor`.
     pub(crate) partition: Option<Partition>,
     pub(crate) held: Range<usize>,
 }
@@ -79,7 +102,8 @@ impl FullGradient {
     }
 
     /// Returns this rank's gradient of the whole parameter: flat, without autodiff, in the policy's reduction type. It
-    /// is zero if only other ranks have one.
+    /// is zero if only other ranks have one. At [`ReductionStage::Replicas`], it has only the elements in
+    /// [`held`](Self::held), in the parameter's stored type.
     pub fn tensor(&self) -> Tensor<1> {
         self.tensor.clone()
     }
@@ -90,13 +114,15 @@ impl FullGradient {
         self.held.clone()
     }
 
-    /// Returns this rank's elements of `full`, a flat tensor with the parameter's length.
-    pub fn held_of(&self, full: Tensor<1>) -> Tensor<1> {
+    /// Returns this rank's elements of `reduced`, a flat tensor with the length of [`tensor`](Self::tensor).
+    pub fn held_of(&self, reduced: Tensor<1>) -> Tensor<1> {
         if self.held.is_empty() {
             // Burn does not support empty slices.
-            Tensor::empty([0], (&full.device(), full.dtype()))
+            Tensor::empty([0], (&reduced.device(), reduced.dtype()))
+        } else if self.held.len() == self.elements() {
+            reduced
         } else {
-            full.slice([self.held.clone()])
+            reduced.slice([self.held.clone()])
         }
     }
 
@@ -105,29 +131,35 @@ impl FullGradient {
     }
 
     fn elements(&self) -> usize {
-        self.shape.iter().product()
+        let [elements] = self.tensor.dims();
+        elements
     }
 }
 
 impl UnitReduction {
-    /// Returns the name of the unit.
+    /// Returns the name of the unit; the root's at [`ReductionStage::Whole`].
     pub fn unit(&self) -> &str {
         &self.unit
     }
 
-    /// Returns the group over which gradients are reduced: the ranks that hold the shards.
+    /// Returns the stage of the reduction.
+    pub fn stage(&self) -> ReductionStage {
+        self.stage
+    }
+
+    /// Returns the group over which gradients are reduced, which the [`stage`](Self::stage) determines.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
     /// Returns the divisor of the sum over the [`group`](Self::group): the number of all ranks, including replicas, or
-    /// the product of the unit's [factors](crate::ShardPolicy::divide_factors). With hybrid sharding, the engine then
-    /// adds up the replicas' results.
+    /// the product of the unit's [factors](crate::ShardPolicy::divide_factors). It is 1 at
+    /// [`ReductionStage::Replicas`], where the sums have already been divided.
     pub fn divisor(&self) -> f64 {
         self.divisor
     }
 
-    /// Returns the gradients to reduce, in module order. Gradients that no rank has are left out.
+    /// Returns the gradients to reduce, in the same order on all ranks. Gradients that no rank has are left out.
     pub fn gradients(&self) -> &[FullGradient] {
         &self.gradients
     }
@@ -157,8 +189,9 @@ impl UnitReduction {
     }
 
     /// Sums full gradients, one for each of [`gradients`](Self::gradients), over the ranks, and divides by
-    /// [`divisor`](Self::divisor). Returns this rank's part of each. This is the engine's own reduction. The tensors
-    /// are sent in their own types, and the sums have the types that [`average`](Self::average) returns.
+    /// [`divisor`](Self::divisor). Returns this rank's part of each. This is the engine's own reduction: an
+    /// [`average`](Self::average) if every rank gets all elements. The tensors are sent in their own types, and the sums
+    /// have the types that `average` returns.
     ///
     /// Collective among the ranks of [`group`](Self::group).
     ///
@@ -226,15 +259,7 @@ impl UnitReduction {
     }
 
     fn kind(&self, tensor: &Tensor<1>) -> Result<Kind, Error> {
-        if tensor.is_autodiff() {
-            return Err(self.refused("plain tensors", "passed a tensor with a graph".to_owned()));
-        }
-        let Some(wire) = tensors::reduced_type(tensor.dtype()) else {
-            return Err(self.refused(
-                "floats",
-                format!("passed a tensor of type {:?}", tensor.dtype()),
-            ));
-        };
+        let wire = float_type(&self.subject(), tensor)?;
         let (sum, dtype) = match wire {
             ElementType::F64 => (ElementType::F64, DType::F64),
             _ => (ElementType::F32, DType::F32),
@@ -254,34 +279,19 @@ impl UnitReduction {
         what: &str,
         elements: impl Fn(&FullGradient) -> usize,
     ) -> Result<(), Error> {
-        if tensors.len() != self.gradients.len() {
-            let got = format!("{what} {} tensors", tensors.len());
-            let expected = format!("{} tensors", self.gradients.len());
-            return Err(self.refused(&expected, got));
-        }
-        for (own, tensor) in self.gradients.iter().zip(tensors) {
-            self.kind(tensor)?;
-            let ([len], expected) = (tensor.dims(), elements(own));
-            if len != expected {
-                return Err(self.refused(
-                    &format!("{expected} elements for `{}`", own.path),
-                    format!("{what} {len} elements"),
-                ));
-            }
-        }
-        Ok(())
+        let expected = self.gradients.iter();
+        let expected = expected.map(|own| (own.path.as_str(), elements(own)));
+        check(&self.subject(), what, tensors, expected)
     }
 
-    fn refused(&self, expected: &str, got: String) -> Error {
-        Error::Hook {
-            of: format!(
-                "reduction of unit `{}`, rank {}",
-                self.unit,
-                self.group.world_rank()
-            ),
-            expected: expected.to_owned(),
-            got,
-        }
+    /// Returns the subject of errors.
+    fn subject(&self) -> String {
+        let what = match self.stage {
+            ReductionStage::Shards => format!("reduction of unit `{}`", self.unit),
+            ReductionStage::Replicas => format!("sum of unit `{}` over replicas", self.unit),
+            ReductionStage::Whole => "reduction of parameters kept whole".to_owned(),
+        };
+        format!("{what}, rank {}", self.group.world_rank())
     }
 }
 
