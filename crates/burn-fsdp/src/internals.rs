@@ -13,8 +13,8 @@
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
-        ParameterShard, ReduceGroup, ReductionStage, ShardFileError, UnitGather, UnitReduction,
-        fully_shard_from,
+        ParameterShard, PendingTensors, ReduceGroup, ReductionStage, ShardFileError, UnitGather,
+        UnitReduction, fully_shard_from,
     };
 }
 

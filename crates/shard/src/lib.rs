@@ -104,7 +104,9 @@ pub use divide_factors::DivideFactors;
 pub use error::Error;
 pub use evaluate::evaluate;
 pub use files::ShardFileError;
-pub use hooks::{FullGradient, ParameterShard, ReductionStage, UnitGather, UnitReduction};
+pub use hooks::{
+    FullGradient, ParameterShard, PendingTensors, ReductionStage, UnitGather, UnitReduction,
+};
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
 pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};

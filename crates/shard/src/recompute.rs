@@ -9,6 +9,7 @@
 //! The inner graph shares no leaf with the outer one: Burn locks a graph during its backward, and a shared leaf would
 //! join the two graphs.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -23,7 +24,6 @@ use crate::inspect;
 use crate::nest::{self, Inputs, Outputs, Sample};
 use crate::numbers::Numbers;
 use crate::op;
-use crate::parameter::Attached;
 use crate::path::{self, Location};
 use crate::region::{self, HandedOn, Region, RegionState, SharedUse, within};
 use crate::thrown::throw;
@@ -157,9 +157,7 @@ fn is_selected<M: Module>(module: &M) -> bool {
 
 /// Returns the module with separate running states, so updates by the second forward have no effect.
 fn with_own_states<M: Module>(module: M) -> M {
-    let mut untrained = Untrained(false);
-    inspect::visit(&module, &mut untrained);
-    if untrained.0 {
+    if has_untrained(&module) {
         ambient::within(Purpose::CopyForGraph, || own_states(module))
             .unwrap_or_else(|error| throw(error))
     } else {
@@ -167,13 +165,24 @@ fn with_own_states<M: Module>(module: M) -> M {
     }
 }
 
-/// A visitor that finds out whether a module has an unsharded float tensor without gradients, such as a running state.
-struct Untrained(bool);
+/// Returns true if a module has an unsharded float tensor without gradients, such as a running state.
+fn has_untrained<M: Module>(module: &M) -> bool {
+    let mut untrained = Untrained::default();
+    inspect::visit(module, &mut untrained);
+    let sharded = inspect::fields(module).into_iter();
+    let sharded: HashSet<_> = sharded.map(|(path, _)| path).collect();
+    untrained.0.iter().any(|path| !sharded.contains(path))
+}
+
+/// A visitor that collects the paths of float tensors without gradients. A sharded parameter's stand-in is one.
+#[derive(Default)]
+struct Untrained(Vec<String>);
 
 impl path::Visitor for Untrained {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
-        let is_plain = !place.is_nested() && param.reparameterization::<Attached>().is_none();
-        self.0 |= is_plain && !param.base().is_require_grad();
+        if !place.is_nested() && !param.base().is_require_grad() {
+            self.0.push(place.path());
+        }
     }
 }
 

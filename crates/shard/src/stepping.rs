@@ -30,7 +30,6 @@ use crate::thrown::catch;
 /// the old values are freed. So a rank holds the gradients of two units at most, instead of all. The unit's gathers and
 /// reductions stay the same. At the end of backward, the optimizer updates the rest:
 ///
-/// - in the first step, and in a step in which ranks find operations that the recorded order lacks: all units;
 /// - units with another reduction in this backward, on any rank: because several parts of the model use them, as the
 ///   fields of a tied parameter do, or two forwards share the loss. A forward that runs tracked and has no backward
 ///   also counts as a use;

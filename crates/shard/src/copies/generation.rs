@@ -54,7 +54,7 @@ pub(crate) struct Generation {
     pieces: Mutex<Option<Slots<Piece>>>,
     /// The device of full parameters, without autodiff, for an offloaded unit.
     compute: Mutex<Option<Device>>,
-    values: Mutex<Values>,
+    pub(super) values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
     /// References from copies of the module to the parameters in this generation.
@@ -269,38 +269,6 @@ impl Generation {
             value.exact = Some(exact);
         }
         Ok(())
-    }
-
-    /// Frees the value of `slot`, which an optimizer has replaced while a backward graph still refers to this
-    /// generation. Does nothing if a module holds the value.
-    pub(crate) fn free_replaced(&self, slot: usize) {
-        if !self.holders.owns(slot)
-            && let Some(value) = self.values.lock().own[slot].as_mut()
-        {
-            value.free();
-        }
-    }
-
-    /// Checks that the value of `slot` still exists.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::State`] if it was [freed](Self::free_replaced).
-    pub(crate) fn expect_held(&self, slot: usize) -> Result<(), Error> {
-        if self
-            .values
-            .lock()
-            .known(slot)
-            .is_none_or(|value| !value.is_freed)
-        {
-            return Ok(());
-        }
-        Err(Error::State {
-            unit: self.unit.label(),
-            expected: format!("holding the values of `{}`", self.unit.slots[slot].path),
-            got: "freed, because `backward_and_step` has replaced them".to_owned(),
-            advice: "run the forward again with the module that `backward_and_step` returned",
-        })
     }
 
     fn held(&self, slot: usize) -> Value {

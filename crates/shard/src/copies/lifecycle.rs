@@ -7,7 +7,7 @@ use burn_fsdp_collectives::{Pending, Received, Seal};
 use parking_lot::Mutex;
 
 use crate::error::Error;
-use crate::pins::Mark;
+use crate::hooks::PendingTensors;
 use crate::slot::Slots;
 
 /// The state of a unit's full parameters.
@@ -42,9 +42,8 @@ pub(crate) enum Gather {
     Shards(Pending<Received>),
     /// A gather of pieces of the full parameters, among neighbours.
     Pieces(Pending<Received>),
-    /// The full parameters that the policy's hook has gathered, one for each gathered slot, with marks of the buffers in
-    /// host memory.
-    ByHook(Vec<(Tensor<1>, Option<Mark>)>),
+    /// A gather by the policy's hook: the full parameters, one for each gathered slot.
+    ByHook(PendingTensors),
 }
 
 /// The state of the full parameters, with their tensors.

@@ -3,12 +3,13 @@
 //! - `generation`: the values of one unit in one copy of the module.
 //! - `values`: these values, without their graphs. `holders`: the copies that hold them.
 //! - `lifecycle`: the life cycle of the full parameters gathered from them.
-//! - `live`: all generations of one unit.
+//! - `replaced`: values that the optimizer has replaced before backward ended. `live`: all generations of one unit.
 
 mod generation;
 mod holders;
 mod lifecycle;
 mod live;
+mod replaced;
 mod values;
 
 pub use lifecycle::UnitState;

@@ -9,6 +9,7 @@ use burn_fsdp_collectives::{BufferPool, Label, Part, ProcessGroup};
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_tensors as tensors;
 
+use super::pending::PendingTensors;
 use super::results::{check, float_type};
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
@@ -17,21 +18,23 @@ use crate::error::Error;
 #[derive(Clone)]
 pub(crate) struct GatherHook(Arc<Gather>);
 
-type Gather = dyn Fn(&UnitGather) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
+type Gather = dyn Fn(&UnitGather) -> Result<PendingTensors, Error> + Send + Sync;
 
 impl GatherHook {
     pub(crate) fn new(
-        gather: impl Fn(&UnitGather) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
+        gather: impl Fn(&UnitGather) -> Result<PendingTensors, Error> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(gather))
     }
 
-    /// Calls the hook, and returns the full parameters. Checks that they are flat, without autodiff, and of the right
-    /// lengths.
-    pub(crate) fn call(&self, gather: &UnitGather) -> Result<Vec<Tensor<1>>, Error> {
-        let full = within(Purpose::Hook, || (self.0)(gather))?;
-        gather.check(&full, "returned", ParameterShard::num_elements)?;
-        Ok(full)
+    /// Calls the hook, and returns the full parameters that it gathers. When they exist, checks that they are flat,
+    /// without autodiff, and of the right lengths.
+    pub(crate) fn call(&self, gather: UnitGather) -> Result<PendingTensors, Error> {
+        let full = within(Purpose::Hook, || (self.0)(&gather))?;
+        Ok(full.and_then(move |full| {
+            gather.check(&full, "returned", ParameterShard::num_elements)?;
+            Ok(full)
+        }))
     }
 }
 
@@ -112,7 +115,8 @@ impl UnitGather {
         &self.shards
     }
 
-    /// Gathers flat tensors of floats, one for each of [`shards`](Self::shards) and as long as it, in one collective.
+    /// Starts to gather flat tensors of floats, one for each of [`shards`](Self::shards) and as long as it, in one
+    /// collective.
     /// Returns the full tensors on every rank, with the same bits on all. The tensors are sent and returned in their own
     /// types. This is the engine's own gather.
     ///
@@ -121,7 +125,7 @@ impl UnitGather {
     /// # Errors
     ///
     /// A failed collective; [`Error::Hook`] for tensors of other lengths, or with autodiff.
-    pub fn all_gather(&self, shards: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
+    pub fn all_gather(&self, shards: Vec<Tensor<1>>) -> Result<PendingTensors, Error> {
         self.check(&shards, "passed `all_gather`", |own| own.held.len())?;
         let of = self.subject();
         let mut parts = Vec::with_capacity(shards.len());
@@ -135,11 +139,15 @@ impl UnitGather {
             parts.push(Part::new(source, own.partition, wire));
         }
         let label = self.label.clone();
-        let received = self.group.all_gather(label, Vec::new(), parts, into)?;
-        let full = received.buffers.into_iter().zip(kinds);
-        Ok(full
-            .map(|(buffer, (dtype, device))| tensors::tensor(buffer, dtype, &device))
-            .collect())
+        let pending = self
+            .group
+            .start_all_gather(label, Vec::new(), parts, into)?;
+        Ok(PendingTensors::new(move || {
+            let full = pending.wait()?.buffers.into_iter().zip(kinds);
+            let full =
+                full.map(|(buffer, (dtype, device))| tensors::tensor(buffer, dtype, &device));
+            Ok(full.collect())
+        }))
     }
 
     /// Checks that there is one tensor for each shard, of the right length; `what` describes the tensors in errors.

@@ -2,16 +2,18 @@
 //!
 //! - `gradient`: changes a gradient before it is reduced.
 //! - `gather` and `reduction`: gather parameters and reduce gradients in place of the engine.
-//! - `results`: checks the tensors that hooks return.
+//! - `pending`: the tensors that a hook returns, before they exist. `results`: checks the tensors that hooks return.
 
 mod gather;
 mod gradient;
+mod pending;
 mod reduction;
 mod results;
 
 pub(crate) use gather::GatherHook;
 pub use gather::{ParameterShard, UnitGather};
 pub(crate) use gradient::GradientHook;
+pub use pending::PendingTensors;
 pub(crate) use reduction::ReductionHook;
 pub use reduction::{FullGradient, ReductionStage, UnitReduction};
 

@@ -11,6 +11,7 @@ use burn_fsdp_collectives::{
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_tensors as tensors;
 
+use super::pending::PendingTensors;
 use super::results::{check, float_type};
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
@@ -20,21 +21,23 @@ use crate::error::Error;
 #[derive(Clone)]
 pub(crate) struct ReductionHook(Arc<Reduce>);
 
-type Reduce = dyn Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync;
+type Reduce = dyn Fn(&UnitReduction) -> Result<PendingTensors, Error> + Send + Sync;
 
 impl ReductionHook {
     pub(crate) fn new(
-        reduce: impl Fn(&UnitReduction) -> Result<Vec<Tensor<1>>, Error> + Send + Sync + 'static,
+        reduce: impl Fn(&UnitReduction) -> Result<PendingTensors, Error> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(reduce))
     }
 
-    /// Calls the hook, and returns this rank's part of each mean. Checks that the parts are flat, without autodiff, and
-    /// of the right lengths.
-    pub(crate) fn call(&self, reduction: &UnitReduction) -> Result<Vec<Tensor<1>>, Error> {
-        let parts = within(Purpose::Hook, || (self.0)(reduction))?;
-        reduction.check(&parts, "returned", FullGradient::held_elements)?;
-        Ok(parts)
+    /// Calls the hook, and returns this rank's part of each mean. When they exist, checks that the parts are flat,
+    /// without autodiff, and of the right lengths.
+    pub(crate) fn call(&self, reduction: UnitReduction) -> Result<PendingTensors, Error> {
+        let parts = within(Purpose::Hook, || (self.0)(&reduction))?;
+        Ok(parts.and_then(move |parts| {
+            reduction.check(&parts, "returned", FullGradient::held_elements)?;
+            Ok(parts)
+        }))
     }
 }
 
@@ -164,8 +167,8 @@ impl UnitReduction {
         &self.gradients
     }
 
-    /// Sums flat tensors of any length over the ranks, and divides by [`divisor`](Self::divisor). Returns the whole
-    /// results on every rank, with the same bits on all. The tensors are sent in their own type. Sums are computed and
+    /// Starts to sum flat tensors of any length over the ranks, and to divide by [`divisor`](Self::divisor). Returns the
+    /// whole results on every rank, with the same bits on all. The tensors are sent in their own type. Sums are computed and
     /// returned in at least 32 bits, even for 16-bit tensors.
     ///
     /// Collective among the ranks of [`group`](Self::group), with tensors of the same lengths and types.
@@ -173,7 +176,7 @@ impl UnitReduction {
     /// # Errors
     ///
     /// A failed collective; [`Error::Hook`] for a tensor with autodiff.
-    pub fn average(&self, tensors: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
+    pub fn average(&self, tensors: Vec<Tensor<1>>) -> Result<PendingTensors, Error> {
         self.by_kind(tensors.into_iter().enumerate(), |mean, tensors| {
             let mut parts = Vec::with_capacity(tensors.len());
             let mut into = Vec::with_capacity(tensors.len());
@@ -188,7 +191,7 @@ impl UnitReduction {
         })
     }
 
-    /// Sums full gradients, one for each of [`gradients`](Self::gradients), over the ranks, and divides by
+    /// Starts to sum full gradients, one for each of [`gradients`](Self::gradients), over the ranks, and to divide by
     /// [`divisor`](Self::divisor). Returns this rank's part of each. This is the engine's own reduction: an
     /// [`average`](Self::average) if every rank gets all elements. The tensors are sent in their own types, and the sums
     /// have the types that `average` returns.
@@ -198,7 +201,7 @@ impl UnitReduction {
     /// # Errors
     ///
     /// A failed collective; [`Error::Hook`] for tensors of other lengths, or with autodiff.
-    pub fn reduce_scatter(&self, gradients: Vec<Tensor<1>>) -> Result<Vec<Tensor<1>>, Error> {
+    pub fn reduce_scatter(&self, gradients: Vec<Tensor<1>>) -> Result<PendingTensors, Error> {
         self.check(
             &gradients,
             "passed `reduce_scatter`",
@@ -225,7 +228,7 @@ impl UnitReduction {
         })
     }
 
-    /// Reduces tensors with one collective for each type of sum, and returns the sums in the order of the tensors.
+    /// Starts to reduce tensors with one collective for each type of sum. Returns the sums in the order of the tensors.
     fn by_kind(
         &self,
         tensors: impl Iterator<Item = (usize, Tensor<1>)>,
@@ -233,7 +236,7 @@ impl UnitReduction {
             Reduction,
             Vec<(usize, Tensor<1>, Kind)>,
         ) -> Result<Pending<Received>, burn_fsdp_collectives::Error>,
-    ) -> Result<Vec<Tensor<1>>, Error> {
+    ) -> Result<PendingTensors, Error> {
         let mut lists: Vec<Vec<(usize, Tensor<1>, Kind)>> = Vec::new();
         let mut number = 0;
         for (index, tensor) in tensors {
@@ -244,18 +247,24 @@ impl UnitReduction {
                 None => lists.push(vec![(index, tensor, kind)]),
             }
         }
-        let mut sums: Vec<Option<Tensor<1>>> = vec![None; number];
+        let mut started = Vec::with_capacity(lists.len());
         for list in lists {
             let mean = self.mean.output(list[0].2.sum);
             let kinds = list.iter().map(|(index, _, kind)| (*index, kind.clone()));
             let kinds: Vec<_> = kinds.collect();
-            let received = start(mean, list)?.wait_released()?;
-            for ((index, kind), buffer) in kinds.into_iter().zip(received.buffers) {
-                let bytes = buffer.as_ref().to_vec();
-                sums[index] = Some(tensors::owned(bytes, kind.dtype, &kind.device));
-            }
+            started.push((kinds, start(mean, list)?));
         }
-        Ok(sums.into_iter().flatten().collect())
+        Ok(PendingTensors::new(move || {
+            let mut sums: Vec<Option<Tensor<1>>> = vec![None; number];
+            for (kinds, pending) in started {
+                let received = pending.wait_released()?;
+                for ((index, kind), buffer) in kinds.into_iter().zip(received.buffers) {
+                    let bytes = buffer.as_ref().to_vec();
+                    sums[index] = Some(tensors::owned(bytes, kind.dtype, &kind.device));
+                }
+            }
+            Ok(sums.into_iter().flatten().collect())
+        }))
     }
 
     fn kind(&self, tensor: &Tensor<1>) -> Result<Kind, Error> {

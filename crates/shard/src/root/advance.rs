@@ -198,10 +198,6 @@ impl Progress {
             let Some((next, operation)) = order.following_unshard(position, last) else {
                 break;
             };
-            if self.is_gathered_by_hook(root, operation)? {
-                // A hook blocks, so an early gather would only hold memory. This, too, depends only on the order.
-                break;
-            }
             self.start_ahead(root, operation, Some(next))?;
             last = next;
         }
@@ -230,19 +226,11 @@ impl Progress {
                 },
                 None => None,
             };
-            if !self.order.has_prefetched(operation, next)
-                && !self.is_gathered_by_hook(root, operation)?
-            {
+            if !self.order.has_prefetched(operation, next) {
                 self.start_ahead(root, operation, next)?;
             }
         }
         Ok(())
-    }
-
-    /// Returns true if the policy's hook gathers the unit of `operation`.
-    fn is_gathered_by_hook(&self, root: &Root, operation: Operation) -> Result<bool, Error> {
-        let generation = self.copy_in_use(root, operation)?;
-        Ok(generation.unit.hooks.gather.is_some())
     }
 
     fn start_ahead(

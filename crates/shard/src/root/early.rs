@@ -34,11 +34,10 @@ pub(crate) trait Steps: Send + Sync {
 }
 
 /// The units of the current backward that are stepped before it ends, and those that wait.
-#[derive(Default)]
 pub(super) struct Early {
     steps: Option<Arc<dyn Steps>>,
-    /// True if the last backward stepped, so the next one probably will.
-    pub(super) is_usual: bool,
+    /// True if the next backward may step: the last one did, or there was none.
+    pub(super) is_likely: bool,
     /// Units of which all gradients have arrived, until the optimizer steps them.
     complete: Vec<Complete>,
     /// Units that were complete.
@@ -56,6 +55,18 @@ struct Complete {
     accounts: Vec<Account>,
 }
 
+impl Default for Early {
+    fn default() -> Self {
+        Self {
+            steps: None,
+            is_likely: true,
+            complete: Vec::new(),
+            stepped: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+        }
+    }
+}
+
 impl Early {
     /// Reads in a reduction's notes whether any rank will reduce gradients of `unit` again.
     pub(super) fn hear(&mut self, unit: &Unit, notes: &[Vec<u8>]) {
@@ -65,7 +76,7 @@ impl Early {
     }
 
     pub(super) fn end_backward(&mut self) {
-        self.is_usual = self.steps.is_some();
+        self.is_likely = self.steps.is_some();
         self.stepped.clear();
         self.waiting.clear();
     }

@@ -322,7 +322,7 @@ impl Progress {
         let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
         // Burn keeps a graph's leaves until backward ends. A stand-in lets a shard that is stepped before be freed.
-        let value = if self.early.is_usual {
+        let value = if self.early.is_likely {
             current.generation.own_leaf(slot)
         } else {
             current.generation.leaf(slot, value)

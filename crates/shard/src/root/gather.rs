@@ -12,7 +12,7 @@ use super::state::Root;
 use crate::convert::cast;
 use crate::copies::{Full, Gather, Generation, Piece, UnitState};
 use crate::error::Error;
-use crate::hooks::{GatherHook, ParameterShard, UnitGather};
+use crate::hooks::{GatherHook, ParameterShard, PendingTensors, UnitGather};
 use crate::packing::Packing;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
@@ -103,7 +103,7 @@ impl Root {
             return Ok(None);
         }
         if let Some(hook) = &generation.unit.hooks.gather {
-            self.gather_by(hook, generation, operation)?;
+            drop(self.gather_by(hook, generation, operation)?);
             return Ok(None);
         }
         let Sources { group, parts, .. } = sources(generation, operation)?;
@@ -126,8 +126,9 @@ impl Root {
             let (pending, are_packed) = match gather {
                 Gather::Shards(pending) => (pending, true),
                 Gather::Pieces(pending) => (pending, false),
-                Gather::ByHook(tensors) => {
-                    for (slot, (mut tensor, mark)) in unit.gathered_slots().zip(tensors) {
+                Gather::ByHook(pending) => {
+                    for (slot, gathered) in unit.gathered_slots().zip(pending.wait()?) {
+                        let (mut tensor, mark) = self.gathered_by_hook(generation, slot, gathered);
                         marks.extend(mark);
                         full.seals[slot] = seal::seal(&unit.groups.shard, &tensor);
                         seal::flip_if_told(&self.group, At::Weight, &mut tensor);
@@ -180,42 +181,56 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// Lets the policy's hook gather a unit. Returns the full parameters, one for each gathered slot, with marks of the
-    /// buffers in host memory.
+    /// Lets the policy's hook gather a unit. Returns the full parameters, one for each gathered slot. If ranks compare
+    /// bytes, waits for them.
     fn gather_by(
         &self,
         hook: &GatherHook,
         generation: &Generation,
         operation: Operation,
-    ) -> Result<Vec<(Tensor<1>, Option<Mark>)>, Error> {
+    ) -> Result<PendingTensors, Error> {
         let unit = &generation.unit;
         let (group, shards) = shards_for_hook(generation, operation)?;
-        let full = hook.call(&UnitGather {
+        let pending = hook.call(UnitGather {
             unit: unit.label(),
             label: Label::from(format!("{} hook", self.gather_label(generation, operation))),
             group: group.clone(),
             pool: self.reduced.clone(),
             shards,
         })?;
-        // All ranks have issued the same number of operations here.
+        if group.size() == 1 || !group.compares_bytes() {
+            return Ok(pending);
+        }
+        // All ranks have issued the same number of operations here, those that only take part, too.
+        let full = pending.wait()?;
         let operations = group.counts().total().operations;
-        let full = unit.gathered_slots().zip(full).map(|(index, full)| {
-            let slot = &unit.slots[index];
-            let full = cast(full, slot.elements.compute.dtype);
-            let device = generation.device(index).without_autodiff();
-            let full = if full.device() == device {
-                full
-            } else {
-                unit.staging.moved(full, &device)
-            };
-            if let Some(seal) = seal::seal(group, &full).filter(|_| group.size() > 1) {
-                let number = Fingerprint::of(&(self.number, &slot.path, operations));
+        for (index, full) in unit.gathered_slots().zip(&full) {
+            if let Some(seal) = seal::seal(group, full) {
+                let path = &unit.slots[index].path;
+                let number = Fingerprint::of(&(self.number, path, operations));
                 let named = || Label::from(generation.named_as("the hook's gather", index));
                 group.tell_replica(number, &seal, named);
             }
-            self.counted(full)
-        });
-        Ok(full.collect())
+        }
+        Ok(full.into())
+    }
+
+    /// Returns a full parameter that the hook has gathered, in the compute type and on the computing device, and the
+    /// mark of its buffer in host memory.
+    fn gathered_by_hook(
+        &self,
+        generation: &Generation,
+        index: usize,
+        full: Tensor<1>,
+    ) -> (Tensor<1>, Option<Mark>) {
+        let unit = &generation.unit;
+        let full = cast(full, unit.slots[index].elements.compute.dtype);
+        let device = generation.device(index).without_autodiff();
+        self.counted(if full.device() == device {
+            full
+        } else {
+            unit.staging.moved(full, &device)
+        })
     }
 
     /// Returns a full parameter that was created outside of the pool, in the same memory, which the pool now counts. On

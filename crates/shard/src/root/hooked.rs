@@ -9,11 +9,11 @@ use super::accumulate::{Gradient, Sum};
 use super::arrival::{Whole, hooked, reduced};
 use super::reduce::{SUM, tell_whole};
 use super::state::{Progress, Root};
-use crate::audit::{is_flagged, scale_of, tag_of_sum};
+use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
 use crate::convert::cast;
 use crate::copies::Generation;
 use crate::error::Error;
-use crate::hooks::{FullGradient, ReductionHook, ReductionStage, UnitReduction};
+use crate::hooks::{FullGradient, PendingTensors, ReductionHook, ReductionStage, UnitReduction};
 use crate::op::Reduced;
 use crate::seal;
 use crate::slot::Slots;
@@ -23,8 +23,8 @@ use crate::spec::averaging;
 type Own = Option<(Tensor<1>, Option<Account>)>;
 
 impl Progress {
-    /// Calls the hook to reduce the gradients of a unit, and returns this rank's part of each; `None` for gradients
-    /// that no rank has. The ranks first exchange which gradients they have, so all pass the same ones to the hook.
+    /// Calls the hook to reduce the gradients of a unit. The ranks first exchange which gradients they have, so all pass
+    /// the same ones to the hook.
     pub(super) fn reduce_by(
         &mut self,
         root: &Root,
@@ -32,7 +32,7 @@ impl Progress {
         generation: &Arc<Generation>,
         slots: &[usize],
         gradients: &mut Slots<Gradient>,
-    ) -> Result<Vec<Option<Sum>>, Error> {
+    ) -> Result<ByHook, Error> {
         let unit = &generation.unit;
         let group = &unit.groups.reduce;
         let mut own = Vec::with_capacity(slots.len());
@@ -61,7 +61,7 @@ impl Progress {
             group,
             unit.averaging(),
         );
-        reduced_by(hook, reduction, leaves.zip(own), &notes)
+        started_by(hook, reduction, leaves.zip(own), &notes)
     }
 
     /// Calls the hook to sum the shards' gradients over all replicas. The ranks first exchange which gradients they
@@ -98,7 +98,8 @@ impl Progress {
             replicas,
             Averaging::sum(),
         );
-        let sums = reduced_by(hook, reduction, leaves.zip(own), &notes)?;
+        let by_hook = started_by(hook, reduction, leaves.clone().zip(own), &notes)?;
+        let sums = by_hook.sums(leaves)?;
         let sums = slots.iter().zip(sums);
         sums.filter_map(|(&slot, sum)| reduced(generation, slot, sum?))
             .collect()
@@ -133,7 +134,8 @@ impl Progress {
             .iter()
             .map(|(generation, slot)| (&**generation, *slot));
         let own = own.into_iter().map(given_to_hook);
-        let sums = reduced_by(hook, reduction, of.zip(own), &of_reduction(&notes))?;
+        let by_hook = started_by(hook, reduction, of.clone().zip(own), &of_reduction(&notes))?;
+        let sums = by_hook.sums(of)?;
         let mut gradients = Vec::with_capacity(leaves.len());
         for ((generation, slot), sum) in leaves.iter().zip(sums) {
             gradients.extend(self.whole_or_later(root, generation, *slot, sum)?);
@@ -173,20 +175,28 @@ fn given_to_hook(own: Option<Gradient>) -> Own {
     own.map(|own| (own.tensor, Some(own.account)))
 }
 
-/// Calls `hook` with the gradients that any rank has according to the ranks' notes. Returns this rank's part of each
-/// result, and `None` for gradients that no rank has.
-fn reduced_by<'a>(
+/// A reduction by a hook, in progress.
+pub(super) struct ByHook {
+    /// This rank's part of each sum, for the gradients that any rank has.
+    parts: PendingTensors,
+    /// The tag of each sum; `None` for gradients that no rank has.
+    tags: Vec<Option<Tag>>,
+    /// The memory of the gradients, which is counted until they are reduced.
+    _accounts: Vec<Account>,
+}
+
+/// Calls `hook` with the gradients that any rank has according to the ranks' notes.
+fn started_by<'a>(
     hook: &ReductionHook,
     mut reduction: UnitReduction,
     gradients: impl Iterator<Item = ((&'a Generation, usize), Own)>,
     notes: &[Vec<u8>],
-) -> Result<Vec<Option<Sum>>, Error> {
-    // The gradients' memory is counted until the hook returns.
+) -> Result<ByHook, Error> {
     let mut accounts = Vec::new();
-    let mut leaves = Vec::new();
+    let mut used = Vec::new();
     for (place, (leaf, own)) in gradients.enumerate() {
         let is_used = is_flagged(notes, place);
-        leaves.push((leaf, is_used));
+        used.push(is_used);
         if is_used {
             let (tensor, account) = own.unzip();
             accounts.extend(account.flatten());
@@ -194,22 +204,38 @@ fn reduced_by<'a>(
             reduction.gradients.push(gradient);
         }
     }
-    let mut parts = hook.call(&reduction)?.into_iter();
-    drop(accounts);
     let scale = scale_of(&reduction.mean, reduction.group.size());
-    let number = leaves.len();
-    let sums = leaves.into_iter().enumerate();
-    let sums = sums.map(|(place, ((generation, slot), is_used))| {
-        let part = is_used.then(|| parts.next()).flatten()?;
-        let tensor = as_held(generation, slot, part);
-        let group = &generation.unit.groups.shard;
-        Some(Sum {
-            seal: seal::seal(group, &tensor),
-            tensor,
-            tag: tag_of_sum(notes, place, number).times(scale),
-        })
-    });
-    Ok(sums.collect())
+    let number = used.len();
+    let tags = used
+        .into_iter()
+        .enumerate()
+        .map(|(place, is_used)| is_used.then(|| tag_of_sum(notes, place, number).times(scale)));
+    Ok(ByHook {
+        tags: tags.collect(),
+        parts: hook.call(reduction)?,
+        _accounts: accounts,
+    })
+}
+
+impl ByHook {
+    /// Waits for the sums. Returns this rank's part of each for `leaves`, and `None` for gradients that no rank has.
+    pub(super) fn sums<'a>(
+        self,
+        leaves: impl Iterator<Item = (&'a Generation, usize)>,
+    ) -> Result<Vec<Option<Sum>>, Error> {
+        let mut parts = self.parts.wait()?.into_iter();
+        let sums = leaves.zip(self.tags).map(|((generation, slot), tag)| {
+            let (tag, part) = tag.and_then(|tag| Some((tag, parts.next()?)))?;
+            let tensor = as_held(generation, slot, part);
+            let group = &generation.unit.groups.shard;
+            Some(Sum {
+                seal: seal::seal(group, &tensor),
+                tensor,
+                tag,
+            })
+        });
+        Ok(sums.collect())
+    }
 }
 
 /// Returns this rank's gradient for the hook, or zeros if it has none.

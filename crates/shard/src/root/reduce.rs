@@ -11,7 +11,7 @@ use super::accumulate::{Gradient, Sum};
 use super::arrival::{
     Arrival, Arrived, Whole, arrived, given, gradients_of, hooked, reduced, sent, sum, sums,
 };
-use super::reductions::Reduction;
+use super::reductions::{Flight, Reduction};
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
@@ -72,10 +72,8 @@ impl Progress {
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.hooks.reduction {
-            // Earlier reductions must complete first: the hook communicates among the same ranks.
-            self.complete(root, 0)?;
-            let sums = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
-            return self.cross_over(root, generation, &slots, sums);
+            let by_hook = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
+            return self.take_off(root, generation, slots, Flight::Hook(by_hook));
         }
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
@@ -108,12 +106,26 @@ impl Progress {
             group.start_all_reduce(label, note, mean, parts.collect(), into)?
         };
         self.audited.carries(Some(unit), pending.operation());
-        self.reductions.in_flight.push_back(Reduction {
+        let flight = Flight::Engine {
             pending,
-            generation: generation.clone(),
-            slots,
             mean,
             arrival,
+        };
+        self.take_off(root, generation, slots, flight)
+    }
+
+    /// Adds a reduction that has started, and waits for earlier ones.
+    fn take_off(
+        &mut self,
+        root: &Root,
+        generation: &Arc<Generation>,
+        slots: Vec<usize>,
+        flight: Flight,
+    ) -> Result<(), Error> {
+        self.reductions.in_flight.push_back(Reduction {
+            generation: generation.clone(),
+            slots,
+            flight,
         });
         // This happens here, and not where the result is needed: a rank that only takes part must release the other
         // ranks' gradients at the same place in the order.
@@ -127,18 +139,27 @@ impl Progress {
                 break;
             };
             let Reduction {
-                pending,
                 generation,
                 slots,
-                mean,
-                arrival,
+                flight,
             } = reduction;
-            // The full gradients are kept until the other ranks have read them.
-            let received = pending.wait_released()?;
-            self.early.hear(&generation.unit, &received.notes);
-            let groups = &generation.unit.groups;
-            let arrived = arrived(received, &mean, groups.reduce.size());
-            let sums = sums(&generation, &slots, arrived, arrival);
+            let sums = match flight {
+                Flight::Engine {
+                    pending,
+                    mean,
+                    arrival,
+                } => {
+                    // The full gradients are kept until the other ranks have read them.
+                    let received = pending.wait_released()?;
+                    self.early.hear(&generation.unit, &received.notes);
+                    let groups = &generation.unit.groups;
+                    let arrived = arrived(received, &mean, groups.reduce.size());
+                    sums(&generation, &slots, arrived, arrival)
+                }
+                Flight::Hook(by_hook) => {
+                    by_hook.sums(slots.iter().map(|&slot| (&*generation, slot)))?
+                }
+            };
             self.cross_over(root, &generation, &slots, sums)?;
         }
         Ok(())

@@ -6,16 +6,25 @@ use std::sync::Arc;
 use burn_fsdp_collectives::{Account, BufferPool, Pending, Received, Reduction as Averaging};
 
 use super::arrival::Arrival;
+use super::hooked::ByHook;
 use crate::copies::Generation;
 use crate::op::Reduced;
 
 pub(super) struct Reduction {
-    pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
-    /// The reduction to apply: a sum and its scaling.
-    pub(super) mean: Averaging,
-    pub(super) arrival: Arrival,
+    pub(super) flight: Flight,
+}
+
+/// What computes a reduction that is in progress.
+pub(super) enum Flight {
+    Engine {
+        pending: Pending<Received>,
+        /// The reduction to apply: a sum and its scaling.
+        mean: Averaging,
+        arrival: Arrival,
+    },
+    Hook(ByHook),
 }
 
 /// The reductions of the current step.

@@ -156,11 +156,11 @@ impl Schedule {
         self.cursor == 0 && (self.phase == Phase::Following || self.recorded.is_empty())
     }
 
-    /// Returns true if the recorded order is being followed, and the rest of it has no operation of `unit`. All ranks
-    /// get the same answer at the same place in the order.
+    /// Returns true if the rest of the recorded order has no operation of `unit`. All ranks get the same answer at the
+    /// same place in the order. While ranks agree on operations, there is no rest.
     pub(crate) fn is_done_with(&self, unit: usize) -> bool {
         let mut rest = self.recorded[self.cursor..].iter();
-        self.phase == Phase::Following && rest.all(|entry| entry.operation.unit() != Some(unit))
+        rest.all(|entry| entry.operation.unit() != Some(unit))
     }
 
     /// Drops the operations of units that modules no longer hold.

@@ -49,7 +49,8 @@ pub(crate) fn separate<M: Module>(
 
 /// Returns the module with new running states, which no clone of it shares.
 pub(crate) fn own<M: Module>(module: M) -> Result<M, Error> {
-    let survey = survey(&module)?;
+    // The survey maps a clone. It must not count as a change of the sharded parameters, which other ranks do not make.
+    let survey = within(Purpose::Prepare, || survey(&module))?;
     if survey.buffers.is_empty() {
         Ok(module)
     } else {

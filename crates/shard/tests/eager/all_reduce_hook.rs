@@ -7,8 +7,8 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Mesh, Strategy};
 use burn_fsdp_shard::{
-    Audit, DivideFactors, Error, FullGradient, Precision, ReductionStage, ShardPolicy,
-    UnitReduction, backward, fully_shard, no_sync, units,
+    Audit, DivideFactors, Error, FullGradient, PendingTensors, Precision, ReductionStage,
+    ShardPolicy, UnitReduction, backward, fully_shard, no_sync, units,
 };
 
 use super::bench::{
@@ -23,7 +23,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-type Parts = Result<Vec<Tensor<1>>, Error>;
+type Parts = Result<PendingTensors, Error>;
 
 /// Does the engine's work with the hook's own means.
 fn as_the_engine(unit: &UnitReduction) -> Parts {
@@ -33,7 +33,9 @@ fn as_the_engine(unit: &UnitReduction) -> Parts {
 /// The same with the face of the other stages.
 fn by_parts(unit: &UnitReduction) -> Parts {
     let gradients = unit.gradients();
-    let parts = unit.reduce_scatter(gradients.iter().map(FullGradient::tensor).collect())?;
+    let parts = unit
+        .reduce_scatter(gradients.iter().map(FullGradient::tensor).collect())?
+        .wait()?;
     let own = gradients.iter().zip(parts);
     Ok(own.map(|(gradient, part)| gradient.held_of(part)).collect())
 }
@@ -329,10 +331,10 @@ fn each_policys_hook_reduces_its_own_parameters() {
 fn invalid_results_are_errors_on_all_ranks() {
     type Hook = fn(&UnitReduction) -> Parts;
     let long: Hook = |unit| {
-        let parts = as_the_engine(unit)?.into_iter();
+        let parts = as_the_engine(unit)?.wait()?.into_iter();
         Ok(parts.map(|part| Tensor::cat(vec![part; 2], 0)).collect())
     };
-    let few: Hook = |unit| as_the_engine(unit).map(|parts| parts[1..].to_vec());
+    let few: Hook = |unit| Ok(as_the_engine(unit)?.map(|parts| parts[1..].to_vec()));
     for (hook, want) in [(long, " elements for `"), (few, " tensors, expected ")] {
         for (stage, of) in [
             (

@@ -7,8 +7,8 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Check, LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_shard::{
-    Audit, Cut, Error, ParameterShard, Pinned, Precision, ShardPolicy, UnitGather, backward, catch,
-    evaluate, memory, no_sync, recompute, reset_peak, units,
+    Audit, Cut, Error, ParameterShard, PendingTensors, Pinned, Precision, ShardPolicy, UnitGather,
+    backward, catch, evaluate, memory, no_sync, recompute, reset_peak, units,
 };
 
 use super::bench::{
@@ -23,7 +23,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-type Gathered = Result<Vec<Tensor<1>>, Error>;
+type Gathered = Result<PendingTensors, Error>;
 
 /// Does the engine's work with the hook's own gather.
 fn as_the_engine(unit: &UnitGather) -> Gathered {
@@ -55,7 +55,7 @@ fn by_notes(unit: &UnitGather) -> Gathered {
         let data = TensorData::from_bytes_vec(full, [elements], dtype);
         whole.push(Tensor::from_data(data, (&device, dtype)));
     }
-    Ok(whole)
+    Ok(whole.into())
 }
 
 fn hooks_train<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
@@ -336,7 +336,7 @@ fn invalid_gathers_are_errors_on_all_ranks() {
     type Hook = fn(&UnitGather) -> Gathered;
     let hooks: [(Hook, &str); 5] = [
         (
-            |unit| as_the_engine(unit).map(|full| full[1..].to_vec()),
+            |unit| Ok(as_the_engine(unit)?.map(|full| full[1..].to_vec())),
             "returned 0 tensors, expected 1 tensors",
         ),
         (
@@ -345,7 +345,7 @@ fn invalid_gathers_are_errors_on_all_ranks() {
         ),
         (
             |unit| {
-                let full = as_the_engine(unit)?.into_iter();
+                let full = as_the_engine(unit)?.wait()?.into_iter();
                 let device = device();
                 let tracked = full.map(|full| Tensor::from_data(full.into_data(), &device));
                 Ok(tracked.collect())
@@ -413,11 +413,11 @@ fn different_bits_on_ranks_are_detected_if_ranks_compare_bytes() {
         launch(config.check(Check::Agreement), move |world| {
             let rank = world.rank();
             let policy = blocks().gather_hook(move |unit| {
-                let mut full = as_the_engine(unit)?;
+                let mut full = as_the_engine(unit)?.wait()?;
                 if spoiled == Some(rank) && unit.unit() == "blocks.1" {
                     full[0] = full[0].clone() + 1e-3;
                 }
-                Ok(full)
+                Ok(full.into())
             });
             let device = device();
             let model = build(MLP, &world, &device, policy)?;

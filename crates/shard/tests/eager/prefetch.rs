@@ -1,7 +1,9 @@
 //! Gathers ahead of their use, and reductions behind it: their number in progress at once, and their direction.
 
 use burn_fsdp_collectives::{CommStage, OperationKind};
-use burn_fsdp_shard::{Error, ShardPolicy, Strategy, UnitHandle, backward, units};
+use burn_fsdp_shard::{
+    Error, FullGradient, ParameterShard, ShardPolicy, Strategy, UnitHandle, backward, units,
+};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -19,9 +21,22 @@ fn most_at_once(
     recorded: usize,
     list: fn(&[UnitHandle]) -> Result<(), Error>,
 ) -> Vec<([usize; 2], usize)> {
+    most_by(ranks, blocks().prefetch(prefetch), recorded, list)
+}
+
+fn blocks() -> ShardPolicy {
+    ShardPolicy::new().units(["blocks.*"])
+}
+
+fn most_by(
+    ranks: usize,
+    policy: ShardPolicy,
+    recorded: usize,
+    list: fn(&[UnitHandle]) -> Result<(), Error>,
+) -> Vec<([usize; 2], usize)> {
     on_ranks(ranks, move |world| {
         let device = device();
-        let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
+        let policy = policy.clone();
         let mut model = build(MLP, &world, &device, policy)?;
         list(&units(&model)?)?;
         let mut optim = optimizer();
@@ -74,6 +89,32 @@ fn prefetching_respects_its_limit() {
                     "prefetch {prefetch} on {ranks} ranks"
                 );
             }
+        }
+    }
+}
+
+/// Collectives of hooks are in progress as long as the engine's own.
+#[test]
+fn collectives_of_hooks_overlap_like_those_of_the_engine() {
+    let hooked = |prefetch| {
+        blocks()
+            .prefetch(prefetch)
+            .gather_hook(|unit| {
+                let shards = unit.shards().iter().map(ParameterShard::tensor);
+                Ok(unit.all_gather(shards.collect())?.map(|full| full))
+            })
+            .reduction_hook(|unit| {
+                unit.reduce_scatter(unit.gradients().iter().map(FullGradient::tensor).collect())
+            })
+    };
+    for ranks in 2..=3 {
+        for (prefetch, want) in [(0, ([1, 1], 1)), (1, ([2, 2], 2)), (2, ([3, 3], 2))] {
+            for most in most_by(ranks, hooked(prefetch), 2, |_| Ok(())) {
+                assert_eq!(most, want, "prefetch {prefetch} on {ranks} ranks");
+            }
+            let got = sharded(MLP, ranks, 4, hooked(prefetch));
+            let want = sharded(MLP, ranks, 4, blocks().prefetch(prefetch));
+            assert_eq!(got.params, want.params);
         }
     }
 }

@@ -5,8 +5,8 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_shard::{
-    Audit, Cut, DivideFactors, Error, FullGradient, Precision, ShardPolicy, UnitReduction,
-    backward, no_sync, units,
+    Audit, Cut, DivideFactors, Error, FullGradient, PendingTensors, Precision, ShardPolicy,
+    UnitReduction, backward, no_sync, units,
 };
 
 use super::bench::{
@@ -20,7 +20,7 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
-type Parts = Result<Vec<Tensor<1>>, Error>;
+type Parts = Result<PendingTensors, Error>;
 
 /// Does the engine's work with the hook's own means.
 fn as_the_engine(unit: &UnitReduction) -> Parts {
@@ -30,7 +30,9 @@ fn as_the_engine(unit: &UnitReduction) -> Parts {
 /// Computes the mean on every rank; each rank takes its part.
 fn by_whole_means(unit: &UnitReduction) -> Parts {
     let gradients = unit.gradients();
-    let means = unit.average(gradients.iter().map(FullGradient::tensor).collect())?;
+    let means = unit
+        .average(gradients.iter().map(FullGradient::tensor).collect())?
+        .wait()?;
     let own = gradients.iter().zip(means);
     Ok(own.map(|(gradient, mean)| gradient.held_of(mean)).collect())
 }
@@ -76,7 +78,7 @@ fn by_factors(unit: &UnitReduction) -> Parts {
     for gradient in unit.gradients() {
         let shape = gradient.shape();
         if shape.len() < 2 {
-            let mean = unit.average(vec![gradient.tensor()])?.remove(0);
+            let mean = unit.average(vec![gradient.tensor()])?.wait()?.remove(0);
             parts.push(gradient.held_of(mean));
             continue;
         }
@@ -91,7 +93,7 @@ fn by_factors(unit: &UnitReduction) -> Parts {
             .sin()
             .reshape([columns, rank]);
         let sketch = matrix.clone().matmul(start).reshape([rows * rank]);
-        let sketch = unit.average(vec![sketch])?.remove(0);
+        let sketch = unit.average(vec![sketch])?.wait()?.remove(0);
         let left = orthogonal(sketch.reshape([rows, rank]));
         let right = matrix
             .transpose()
@@ -99,12 +101,13 @@ fn by_factors(unit: &UnitReduction) -> Parts {
             .reshape([columns * rank]);
         let right: Tensor<2> = unit
             .average(vec![right])?
+            .wait()?
             .remove(0)
             .reshape([columns, rank]);
         let mean = left.matmul(right.transpose()).reshape([rows * columns]);
         parts.push(gradient.held_of(mean));
     }
-    Ok(parts)
+    Ok(parts.into())
 }
 
 fn hooks_train<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
@@ -159,7 +162,9 @@ fn replicas_share_the_divisor() {
     let own = |unit: &UnitReduction| {
         let gradients = unit.gradients();
         let share = unit.divisor() / unit.group().size() as f64;
-        let means = unit.average(gradients.iter().map(FullGradient::tensor).collect())?;
+        let means = unit
+            .average(gradients.iter().map(FullGradient::tensor).collect())?
+            .wait()?;
         let means = means.into_iter().map(|mean| mean.mul_scalar(share));
         let parts = gradients.iter().zip(means);
         let parts = parts.map(|(gradient, mean)| gradient.held_of(mean).div_scalar(share));
@@ -315,13 +320,13 @@ fn invalid_hook_results_are_named_in_the_error() {
     let message = |hook: fn(&UnitReduction) -> Parts| {
         panic_of(move || drop(sharded(MLP, 2, 1, blocks().reduction_hook(hook))))
     };
-    let short = message(|unit| as_the_engine(unit).map(|parts| parts[1..].to_vec()));
+    let short = message(|unit| Ok(as_the_engine(unit)?.map(|parts| parts[1..].to_vec())));
     assert!(short.contains("the policy's hook returned "), "{short}");
     assert!(short.contains(" tensors; give plain tensors"), "{short}");
     let long = message(|unit| Ok(unit.gradients().iter().map(FullGradient::tensor).collect()));
     assert!(long.contains(" elements for `"), "{long}");
     let tracked = message(|unit| {
-        let parts = as_the_engine(unit)?.into_iter();
+        let parts = as_the_engine(unit)?.wait()?.into_iter();
         let device = device();
         Ok(parts
             .map(|part| Tensor::from_data(part.into_data(), &device))

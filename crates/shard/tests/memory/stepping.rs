@@ -39,13 +39,13 @@ fn step(net: Net, loss: Loss, device: &Device, in_backward: bool) -> Result<Net,
     Ok(optim.step(1e-3, net, gradients))
 }
 
-/// Returns the memory over the third step on two ranks, and the maximum growth of the heap in it.
-fn of_one_step(policy: ShardPolicy, loss: Loss, in_backward: bool) -> (Memory, usize) {
+/// Returns the memory over step number `number` on two ranks, and the maximum growth of the heap in it.
+fn of_step(number: usize, policy: ShardPolicy, loss: Loss, in_backward: bool) -> (Memory, usize) {
     let seen = on_ranks(2, move |world, mesh| {
         let device = checkpointing();
         let mut model = fully_shard(Net::new(&device), &mesh, policy.clone())?;
         let mut grown = 0;
-        for _ in 0..3 {
+        for _ in 0..number {
             reset_peak(&model)?;
             world.barrier("before the step")?;
             let before = HEAP.current_usage();
@@ -68,12 +68,12 @@ const WHOLE: usize = NUM_BLOCKS * 4 * (super::DIM + 4 * super::DIM + super::DIM)
 fn shard_gradients_of_one_unit_exist_at_a_time() {
     let _turn = alone();
     for loss in [ordinary, recomputed] {
-        for prefetch in 0..2 {
+        for (number, prefetch) in [(1, 0), (1, 1), (3, 0), (3, 1)] {
             let policy = || blocks().prefetch(prefetch);
             // Two ranks have half of a unit's gradients each.
-            let (memory, _) = of_one_step(policy(), loss, true);
+            let (memory, _) = of_step(number, policy(), loss, true);
             assert_eq!(memory.gradients_peak, UNIT / 2);
-            let (memory, _) = of_one_step(policy(), loss, false);
+            let (memory, _) = of_step(number, policy(), loss, false);
             let all = NUM_BLOCKS * UNIT / 2 + ROOT / 2 + WHOLE;
             assert_eq!(memory.gradients_peak, all);
         }
@@ -85,9 +85,9 @@ fn shard_gradients_of_one_unit_exist_at_a_time() {
 #[test]
 fn the_heap_grows_by_less_than_the_gradients() {
     let _turn = alone();
-    for loss in [ordinary, recomputed] {
-        let (_, grown) = of_one_step(blocks().prefetch(0), loss, true);
-        let (_, usual) = of_one_step(blocks().prefetch(0), loss, false);
+    for (loss, number) in [ordinary, recomputed].into_iter().zip([1, 3]) {
+        let (_, grown) = of_step(number, blocks().prefetch(0), loss, true);
+        let (_, usual) = of_step(number, blocks().prefetch(0), loss, false);
         println!("{grown} bytes in backward, {usual} after it");
         // Both ranks together.
         let gradients = NUM_BLOCKS * UNIT + ROOT;
