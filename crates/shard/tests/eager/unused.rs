@@ -20,8 +20,8 @@ use super::nets::{ConvNet, MLP, Mlp, input};
 /// Four layers; ranks use different ones.
 #[derive(Module, Debug)]
 pub(crate) struct Routed {
-    layers: Vec<Linear>,
-    head: Linear,
+    pub(crate) layers: Vec<Linear>,
+    pub(crate) head: Linear,
 }
 
 impl Routed {
