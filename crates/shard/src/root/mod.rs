@@ -5,7 +5,7 @@
 //!   next operations), `accumulate` (gradients that wait), `reductions` (gradients in transit).
 //! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
 //!   reductions by the policy's hook.
-//! - `early`: units that the optimizer steps before backward ends.
+//! - `early`: units that the optimizer steps before backward ends. `steps`: the optimizer, and these units.
 //! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and
 //!   divided once.
 //! - `advance`: operations in the order common to all ranks.
@@ -32,8 +32,9 @@ mod reductions;
 mod routes;
 mod ruler;
 mod state;
+mod steps;
 
-pub(crate) use early::Steps;
 pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
 pub(crate) use pass::Place;
 pub(crate) use state::Root;
+pub(crate) use steps::Steps;
