@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::inspect;
 use crate::op::Reduced;
 use crate::parameter::part::{self, Parameters, Part};
+use crate::probes::Trial;
 use crate::root::{Root, Steps};
 use crate::state::buffers::seal_running_states;
 use crate::step::{Begun, differentiated, subject};
@@ -210,7 +211,7 @@ impl<M: Module + 'static> Steps for Stepper<M> {
 
     fn step(
         &self,
-        root: &Root,
+        trial: &Trial,
         generation: &Arc<Generation>,
         slots: &[usize],
         gradients: Vec<Reduced>,
@@ -226,7 +227,7 @@ impl<M: Module + 'static> Steps for Stepper<M> {
                 let id = self.ids.get(&generation.node(slot)?.value)?;
                 subject(generation, slot, *id)
             });
-            root.trial.register(subjects, &mut of_unit);
+            trial.register(subjects, &mut of_unit);
         }
         let mut only = Parameters::default();
         only.add(&generation.unit, slots);

@@ -4,83 +4,15 @@
 //! [`Steps`]. A unit's reduction is its last if the rest of the recorded order has no operation of the unit, and the
 //! reduction's notes announce no other. Both are the same on all ranks. Other gradients wait for the end of backward.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use burn::backend::autodiff::NodeId;
-use burn_fsdp_collectives::Account;
-
 use super::state::{Phase, Progress, Root};
-use crate::audit::{Tag, announce_more, announces_more};
+use super::steps::{Complete, Steps};
+use crate::audit::{Tag, announce_more};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
 use crate::unit::Unit;
-
-/// The module and the optimizer of a program that steps in backward.
-pub(crate) trait Steps: Send + Sync {
-    /// Returns true if `leaf` is a parameter of the module.
-    fn knows(&self, leaf: NodeId) -> bool;
-
-    /// Updates the parameters in `slots` with their gradients, and frees both the gradients and the old values. The
-    /// gradients that this rank does not hold are missing.
-    fn step(
-        &self,
-        root: &Root,
-        generation: &Arc<Generation>,
-        slots: &[usize],
-        gradients: Vec<Reduced>,
-    ) -> Result<(), Error>;
-}
-
-/// The units of the current backward that are stepped before it ends, and those that wait.
-pub(super) struct Early {
-    steps: Option<Arc<dyn Steps>>,
-    /// True if the next backward may step: the last one did, or there was none.
-    pub(super) is_likely: bool,
-    /// Units of which all gradients have arrived, until the optimizer steps them.
-    complete: Vec<Complete>,
-    /// Units that were complete.
-    stepped: BTreeSet<usize>,
-    /// Units with gradients that wait for the end of backward, or that some rank will reduce again.
-    waiting: BTreeSet<usize>,
-}
-
-/// A unit of which all gradients have arrived.
-struct Complete {
-    generation: Arc<Generation>,
-    /// The slots that the unit's own reduction carries.
-    slots: Vec<usize>,
-    gradients: Vec<Reduced>,
-    accounts: Vec<Account>,
-}
-
-impl Default for Early {
-    fn default() -> Self {
-        Self {
-            steps: None,
-            is_likely: true,
-            complete: Vec::new(),
-            stepped: BTreeSet::new(),
-            waiting: BTreeSet::new(),
-        }
-    }
-}
-
-impl Early {
-    /// Reads in a reduction's notes whether any rank will reduce gradients of `unit` again.
-    pub(super) fn hear(&mut self, unit: &Unit, notes: &[Vec<u8>]) {
-        if announces_more(notes) {
-            self.waiting.insert(unit.position());
-        }
-    }
-
-    pub(super) fn end_backward(&mut self) {
-        self.is_likely = self.steps.is_some();
-        self.stepped.clear();
-        self.waiting.clear();
-    }
-}
 
 impl Root {
     /// Sets the module and the optimizer that step units in the next backward; `None` for a backward without steps.
@@ -120,7 +52,7 @@ impl Root {
             } = complete;
             let tags = gradients.iter().map(|reduced| (reduced.node, reduced.tag));
             let tags: Vec<_> = tags.collect();
-            steps.step(self, &generation, &slots, gradients)?;
+            steps.step(&self.trial, &generation, &slots, gradients)?;
             drop(accounts);
             self.handed_over(&tags);
             // Burn's graph, or the rest of backward, may hold the generation for longer.

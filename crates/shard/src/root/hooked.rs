@@ -7,13 +7,13 @@ use burn_fsdp_collectives::{Account, ProcessGroup, Reduction as Averaging};
 
 use super::accumulate::{Gradient, Sum};
 use super::arrival::{Whole, hooked, reduced};
+use super::by_hook::ByHook;
 use super::reduce::{SUM, tell_whole};
 use super::state::{Progress, Root};
-use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
-use crate::convert::cast;
+use crate::audit::{is_flagged, scale_of, tag_of_sum};
 use crate::copies::Generation;
 use crate::error::Error;
-use crate::hooks::{FullGradient, PendingTensors, ReductionHook, ReductionStage, UnitReduction};
+use crate::hooks::{FullGradient, ReductionHook, ReductionStage, UnitReduction};
 use crate::op::Reduced;
 use crate::seal;
 use crate::slot::Slots;
@@ -175,16 +175,6 @@ fn given_to_hook(own: Option<Gradient>) -> Own {
     own.map(|own| (own.tensor, Some(own.account)))
 }
 
-/// A reduction by a hook, in progress.
-pub(super) struct ByHook {
-    /// This rank's part of each sum, for the gradients that any rank has.
-    parts: PendingTensors,
-    /// The tag of each sum; `None` for gradients that no rank has.
-    tags: Vec<Option<Tag>>,
-    /// The memory of the gradients, which is counted until they are reduced.
-    _accounts: Vec<Account>,
-}
-
 /// Calls `hook` with the gradients that any rank has according to the ranks' notes.
 fn started_by<'a>(
     hook: &ReductionHook,
@@ -213,29 +203,8 @@ fn started_by<'a>(
     Ok(ByHook {
         tags: tags.collect(),
         parts: hook.call(reduction)?,
-        _accounts: accounts,
+        accounts,
     })
-}
-
-impl ByHook {
-    /// Waits for the sums. Returns this rank's part of each for `leaves`, and `None` for gradients that no rank has.
-    pub(super) fn sums<'a>(
-        self,
-        leaves: impl Iterator<Item = (&'a Generation, usize)>,
-    ) -> Result<Vec<Option<Sum>>, Error> {
-        let mut parts = self.parts.wait()?.into_iter();
-        let sums = leaves.zip(self.tags).map(|((generation, slot), tag)| {
-            let (tag, part) = tag.and_then(|tag| Some((tag, parts.next()?)))?;
-            let tensor = as_held(generation, slot, part);
-            let group = &generation.unit.groups.shard;
-            Some(Sum {
-                seal: seal::seal(group, &tensor),
-                tensor,
-                tag,
-            })
-        });
-        Ok(sums.collect())
-    }
 }
 
 /// Returns this rank's gradient for the hook, or zeros if it has none.
@@ -266,15 +235,4 @@ fn full_gradient(
         partition: is_scattered.then_some(slot.partition),
         held,
     }
-}
-
-/// Returns a result of the hook in the type and on the device of the shard.
-fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> {
-    let unit = &generation.unit;
-    let part = cast(part, unit.slots[index].elements.stored.dtype);
-    let home = generation.home(index);
-    if part.device() == home {
-        return part;
-    }
-    unit.staging.moved(part, &home)
 }

@@ -2,10 +2,11 @@
 //! gradients in transit to the shards, and the buffers.
 //!
 //! - `state`: the root, and the state of its step. Its parts are `pass` (the units that forward has used), `order` (the
-//!   next operations), `known` (tensors that no unit manages), `accumulate` (gradients that wait), `reductions` (gradients in transit).
-//! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked`:
-//!   reductions by the policy's hook.
-//! - `early`: units that the optimizer steps before backward ends.
+//!   next operations), `known` (tensors that no unit manages), `accumulate` (gradients that wait), `reductions` (gradients
+//!   in transit).
+//! - `gather` and `reduce`: one gather and one reduction. `arrival`: inputs and results of a reduction. `hooked` and
+//!   `by_hook`: reductions by the policy's hooks.
+//! - `early`: units that the optimizer steps before backward ends. `steps`: the optimizer, and these units.
 //! - `audited` and `audit`: the data for the audit of a step, and the check that each gradient was summed and
 //!   divided once.
 //! - `advance`: operations in the order common to all ranks.
@@ -20,6 +21,7 @@ mod arrival;
 mod audit;
 mod audited;
 mod backward;
+mod by_hook;
 mod early;
 mod evaluation;
 mod forward;
@@ -33,9 +35,10 @@ mod reductions;
 mod routes;
 mod ruler;
 mod state;
+mod steps;
 
-pub(crate) use early::Steps;
 pub(crate) use evaluation::{Evaluable, Evaluation, are_equal};
 pub(crate) use known::{Known, Named};
 pub(crate) use pass::Place;
 pub(crate) use state::Root;
+pub(crate) use steps::Steps;

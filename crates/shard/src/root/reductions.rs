@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn_fsdp_collectives::{Account, BufferPool, Pending, Received, Reduction as Averaging};
 
 use super::arrival::Arrival;
-use super::hooked::ByHook;
+use super::by_hook::ByHook;
 use crate::copies::Generation;
 use crate::op::Reduced;
 

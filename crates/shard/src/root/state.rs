@@ -9,13 +9,13 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
 use super::audited::Audited;
-use super::early::Early;
 use super::known::Known;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
 use super::routes::Routes;
 use super::ruler::Rulers;
+use super::steps::Early;
 use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
 use crate::error::Error;
