@@ -156,13 +156,7 @@ fn wrap<M: Module>(
     form: Form,
     read: Option<Read<'_>>,
 ) -> Result<M, Error> {
-    if policy.hooks.gather.is_some() && policy.gathers_in_8_bits {
-        return Err(Error::Option {
-            option: "gather_hook",
-            expected: "set without it, because the hook chooses what is sent",
-            got: "set together with `gather_in_8_bits`".to_owned(),
-        });
-    }
+    expect_one_gather(policy)?;
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
     let (module, cast) = match policy.buffers {
@@ -248,6 +242,18 @@ fn wrap<M: Module>(
     begin_history(&module);
     memory::warn_at_wrap(&root);
     Ok(module)
+}
+
+/// Rejects a policy that selects two kinds of gathers.
+fn expect_one_gather(policy: &ShardPolicy) -> Result<(), Error> {
+    if policy.hooks.gather.is_some() && policy.gathers_in_8_bits {
+        return Err(Error::Option {
+            option: "gather_hook",
+            expected: "set without it, because the hook chooses what is sent",
+            got: "set together with `gather_in_8_bits`".to_owned(),
+        });
+    }
+    Ok(())
 }
 
 /// Rejects modules that cannot be sharded.
