@@ -110,6 +110,8 @@ enum Variant {
     Scaled,
     /// Each step adds two backwards' gradients.
     Accumulated,
+    /// Two groups of ranks hold the same shards.
+    Hybrid,
 }
 
 #[derive(Clone)]
@@ -134,7 +136,7 @@ impl Case {
         let device = device();
         let loss = || net.loss(rank, step, &device);
         Ok(match self.variant {
-            Variant::Usual | Variant::Frozen => backward(loss(), net)?,
+            Variant::Usual | Variant::Frozen | Variant::Hybrid => backward(loss(), net)?,
             Variant::Clipped => {
                 clip_grad_norm(net, backward(loss(), net)?, Clip::to(0.05))?.gradients
             }
@@ -194,7 +196,14 @@ fn trained(case: &Case, state: Option<&Path>) -> Vec<Trained> {
     let (case, state) = (case.clone(), state.map(Path::to_owned));
     on_ranks(case.ranks, move |world| {
         let device = device();
-        let mut net = fully_shard(case.net(&device), &line(&world)?, case.policy.clone())?;
+        let mesh = match case.variant {
+            Variant::Hybrid => {
+                let grid = Mesh::new([("replicate", 2), ("shard", case.ranks / 2)])?;
+                ProcessMesh::new(&world, grid)?
+            }
+            _ => line(&world)?,
+        };
+        let mut net = fully_shard(case.net(&device), &mesh, case.policy.clone())?;
         let mut optimizer = match &state {
             None => Either::Plain((case.optimizer)()),
             Some(folder) => Either::Files(FileBackedOptimizer::new(
@@ -284,6 +293,11 @@ fn cases() -> Vec<Case> {
         policy,
         ..usual(2, 5)
     }));
+    cases.push(Case {
+        policy: policy().replicate_axis("replicate"),
+        variant: Variant::Hybrid,
+        ..usual(4, 5)
+    });
     cases.extend([1, 2, 4].map(|ranks| Case {
         optimizer: momentum,
         ..usual(ranks, 7)
