@@ -24,6 +24,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use burn::module::Module;
+use burn::tensor::DType;
 use burn_fsdp_collectives::{AsMesh, Fingerprint};
 
 use crate::copies::Generation;
@@ -178,15 +179,7 @@ fn wrap<M: Module>(
     }
     let ignored = Ignored::new(&survey, policy)?;
     let ties = Ties::new(&module, &survey, &ignored, policy)?;
-    let found = survey.parameters.iter().map(|found| &found.path);
-    let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
-    let selects_none = |pattern: &&Pattern| !paths.iter().any(|path| pattern.is_around(path));
-    let mut recomputed = policy.recomputed.iter().flatten();
-    let unmatched = policy.precision.unmatched(&paths);
-    if let Some(pattern) = unmatched.or_else(|| recomputed.find(selects_none).map(Pattern::as_str))
-    {
-        return Err(grouping::unmatched(pattern, paths.iter().copied()));
-    }
+    expect_modules(&survey, policy)?;
     let parameters: Vec<_> = survey
         .parameters
         .iter()
@@ -214,19 +207,7 @@ fn wrap<M: Module>(
         .map(|factor| (factor.path.clone(), factor.clone()))
         .collect();
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
-    let ignored = survey
-        .parameters
-        .iter()
-        .filter(|found| ignored.contains(&found.path))
-        .map(|found| Named {
-            path: found.path.clone(),
-            id: found.id,
-        });
-    let mut known = Known::new(ignored.collect(), cast);
-    for root in adopted.iter().filter_map(|placed| placed.root_link.root()) {
-        known.adopt(root.known());
-    }
-    let root = Root::new(ranks.all, policy, known);
+    let root = Root::new(ranks.all, policy, known(&survey, &ignored, cast, &adopted));
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);
@@ -254,6 +235,40 @@ fn expect_one_gather(policy: &ShardPolicy) -> Result<(), Error> {
         });
     }
     Ok(())
+}
+
+/// Rejects patterns for modules, of the precision and of recomputed regions, that match no module.
+fn expect_modules(survey: &Survey, policy: &ShardPolicy) -> Result<(), Error> {
+    let found = survey.parameters.iter().map(|found| &found.path);
+    let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
+    let selects_none = |pattern: &&Pattern| !paths.iter().any(|path| pattern.is_around(path));
+    let mut recomputed = policy.recomputed.iter().flatten();
+    let unmatched = policy.precision.unmatched(&paths);
+    match unmatched.or_else(|| recomputed.find(selects_none).map(Pattern::as_str)) {
+        Some(pattern) => Err(grouping::unmatched(pattern, paths.iter().copied())),
+        None => Ok(()),
+    }
+}
+
+/// Returns what the root must know of tensors that its units do not manage: the ignored parameters, and the running
+/// states that were cast, here or by earlier calls.
+fn known(
+    survey: &Survey,
+    ignored: &Ignored,
+    cast: Vec<(Named, DType)>,
+    adopted: &[Placed],
+) -> Known {
+    let parameters = survey.parameters.iter();
+    let ignored = parameters.filter(|found| ignored.contains(&found.path));
+    let ignored = ignored.map(|found| Named {
+        path: found.path.clone(),
+        id: found.id,
+    });
+    let mut known = Known::new(ignored.collect(), cast);
+    for root in adopted.iter().filter_map(|placed| placed.root_link.root()) {
+        known.adopt(root.known());
+    }
+    known
 }
 
 /// Rejects modules that cannot be sharded.
