@@ -213,7 +213,7 @@ fn lazy<A: Architecture>(
 ) -> A::Model {
     let model = sizes.init(device, seed).expect("the sizes were validated");
     match adapters {
-        Some(adapters) => model.apply_reparameterization(LazyLora(adapters.lora(sizes))),
+        Some(adapters) => model.apply_reparameterization(LazyLora::new(adapters.lora(sizes))),
         None => model,
     }
 }
