@@ -114,6 +114,22 @@ impl Progress {
         Ok(())
     }
 
+    /// Stores reduced gradients until they go into Burn's `Gradients`.
+    pub(super) fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
+        self.keep_sealed(root, &arrived)?;
+        let accounts = self.reductions.account(&arrived);
+        self.reductions.accounts.extend(accounts);
+        self.reductions.done.extend(arrived);
+        Ok(())
+    }
+
+    /// Keeps sealed gradients until an optimizer reads them.
+    pub(super) fn keep_sealed(&mut self, root: &Root, arrived: &[Reduced]) -> Result<(), Error> {
+        let backward = self.counts.finished;
+        let mut arrived = arrived.iter();
+        arrived.try_for_each(|reduced| self.waiting.add(&root.group, backward, reduced))
+    }
+
     /// Returns true if no rank will compute another gradient of the unit or use its values in this backward.
     fn is_complete(&self, generation: &Generation, slots: &[usize]) -> bool {
         let Some(steps) = &self.early.steps else {

@@ -431,22 +431,6 @@ impl Progress {
         }
         Ok(())
     }
-
-    /// Stores reduced gradients until they go into Burn's `Gradients`.
-    pub(super) fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
-        self.keep_sealed(root, &arrived)?;
-        let accounts = self.reductions.account(&arrived);
-        self.reductions.accounts.extend(accounts);
-        self.reductions.done.extend(arrived);
-        Ok(())
-    }
-
-    /// Keeps sealed gradients until an optimizer reads them.
-    pub(super) fn keep_sealed(&mut self, root: &Root, arrived: &[Reduced]) -> Result<(), Error> {
-        let backward = self.counts.finished;
-        let mut arrived = arrived.iter();
-        arrived.try_for_each(|reduced| self.waiting.add(&root.group, backward, reduced))
-    }
 }
 
 /// Returns the sum of two gradients of a shard, either of which may be missing.
