@@ -22,23 +22,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         ("--trace", args.output.trace.as_deref(), Kind::Whole),
         ("--curve", Some(args.output.curve.as_path()), Kind::Whole),
     ];
-    let mut taken: Vec<(&'static str, PathBuf)> = Vec::new();
-    for (flag, path) in [
-        ("--init", args.model.init.as_deref()),
-        ("--adapter", args.model.lora.adapter.as_deref()),
-        ("--data", args.data.data.as_deref()),
-        (
-            "--checkpoint-dir",
-            args.checkpoint.checkpoint_dir.as_deref(),
-        ),
-        ("--offload", args.sharding.offload.as_deref()),
-        (
-            "--tokenizer",
-            args.data.tokenizer.as_ref().and_then(TokenizerArg::file),
-        ),
-    ] {
-        taken.extend(path.map(|path| (flag, identity(path))));
-    }
+    let mut taken = inputs(args);
     if let (Some(data), Some(folder)) = (&args.data.data, &args.checkpoint.checkpoint_dir)
         && lies_among_steps(&identity(data), folder)
     {
@@ -95,6 +79,28 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         taken.push((flag, identity));
     }
     Ok(())
+}
+
+/// Returns the flags that name files or folders to read, and what they name.
+fn inputs(args: &TrainArgs) -> Vec<(&'static str, PathBuf)> {
+    let mut taken: Vec<(&'static str, PathBuf)> = Vec::new();
+    for (flag, path) in [
+        ("--init", args.model.init.as_deref()),
+        ("--adapter", args.model.lora.adapter.as_deref()),
+        ("--data", args.data.data.as_deref()),
+        (
+            "--checkpoint-dir",
+            args.checkpoint.checkpoint_dir.as_deref(),
+        ),
+        ("--offload", args.sharding.offload.as_deref()),
+        (
+            "--tokenizer",
+            args.data.tokenizer.as_ref().and_then(TokenizerArg::file),
+        ),
+    ] {
+        taken.extend(path.map(|path| (flag, identity(path))));
+    }
+    taken
 }
 
 /// Flags of folders whose files are not replaced.
