@@ -6,6 +6,7 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
+use burn_fsdp::inspect::units;
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
 use burn_fsdp::internals::optim::backward_and_step;
 use burn_fsdp::internals::sharding::{Audit, FullGradient, ParameterShard};
@@ -256,6 +257,9 @@ impl Case {
     fn sharded(&self, eager: &Eager, mesh: &ProcessMesh, ranks: Ranks) -> Result<Net, Error> {
         let net = self.plan.init_without_adapters(&device(), 0, 0.0);
         let net = fully_shard(net, mesh, self.policy(eager, ranks))?;
+        if let Some(seed) = eager.lists {
+            list_at_random(&net, seed)?;
+        }
         if self.plan.adapters.is_none() {
             return Ok(net);
         }
@@ -299,6 +303,12 @@ impl Case {
                 });
             }
         }
+        if eager.in_files {
+            policy = policy.in_files(std::env::temp_dir(), ["**"]);
+        }
+        if eager.selects_regions && self.plan.has_units("layers.0") {
+            policy = policy.recompute_in(["layers.0"]);
+        }
         if let Ranks::Copies(_) = ranks {
             policy = policy.replicate_axis("replicate");
         }
@@ -313,4 +323,25 @@ impl Case {
             None => policy,
         }
     }
+}
+
+/// Lists some units for each unit to gather ahead, whether or not they are used then.
+fn list_at_random(net: &Net, seed: u64) -> Result<(), Error> {
+    let mut state = seed;
+    let handles = units(net)?;
+    for handle in &handles {
+        let mut some = || {
+            let one = |_| {
+                // A step of a linear congruential generator; the high bits are random enough.
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
+                handles[(state >> 33) as usize % handles.len()].clone()
+            };
+            (0..2).map(one).collect::<Vec<_>>()
+        };
+        handle.set_forward_prefetch(&some()[..])?;
+        handle.set_backward_prefetch(&some()[..])?;
+    }
+    Ok(())
 }

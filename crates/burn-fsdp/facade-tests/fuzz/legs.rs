@@ -96,6 +96,12 @@ pub(crate) struct Eager {
     pub(crate) gathers_in_8_bits: bool,
     /// True if the optimizer steps in backward, where nothing needs all gradients before.
     pub(crate) steps_in_backward: bool,
+    /// The seed of lists of units that each unit gathers ahead.
+    pub(crate) lists: Option<u64>,
+    /// True if shards and gradients are in files.
+    pub(crate) in_files: bool,
+    /// True if only the regions of the first layer are recomputed.
+    pub(crate) selects_regions: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -302,13 +308,14 @@ fn eager() -> impl Strategy<Value = Engine> {
         select(&[Cut::Elements, Cut::Dims, Cut::Multiples(16)][..]),
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
-        any::<[bool; 10]>(),
-        prop::bool::weighted(0.2),
+        any::<[bool; 12]>(),
+        (prop::bool::weighted(0.2), prop::option::of(0..1000_u64)),
         select(&Accumulation::ALL[..]),
         halves(&[FloatDType::BF16, FloatDType::F16]),
     )
         .prop_map(
-            |(strategy, units, cut, whole_below, prefetch, flags, packs, accumulation, halves)| {
+            |(strategy, units, cut, whole_below, prefetch, flags, rare, accumulation, halves)| {
+                let (packs, lists) = rare;
                 let [
                     reshards_root,
                     has_owners,
@@ -320,6 +327,8 @@ fn eager() -> impl Strategy<Value = Engine> {
                     shards_vectors,
                     has_hook,
                     steps_in_backward,
+                    in_files,
+                    selects_regions,
                 ] = flags;
                 Engine::Eager(Eager {
                     strategy,
@@ -340,6 +349,9 @@ fn eager() -> impl Strategy<Value = Engine> {
                     has_hook,
                     gathers_in_8_bits: packs,
                     steps_in_backward,
+                    lists,
+                    in_files,
+                    selects_regions,
                 })
             },
         )
