@@ -131,7 +131,7 @@ where
 pub fn region_device<M: Module, I: Batch>(module: &M, input: &I) -> Option<Device> {
     nest::device_of(input).or_else(|| {
         let mut first = FirstDevice(None);
-        ambient::within(Purpose::Inspect, || module.visit(&mut first));
+        inspect::visit(module, &mut first);
         first.0
     })
 }
@@ -139,8 +139,8 @@ pub fn region_device<M: Module, I: Batch>(module: &M, input: &I) -> Option<Devic
 /// A visitor that finds the device of a module's first float tensor.
 struct FirstDevice(Option<Device>);
 
-impl ModuleVisitor for FirstDevice {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+impl path::Visitor for FirstDevice {
+    fn float<const D: usize>(&mut self, _: &Location, param: &Param<Tensor<D>>) {
         if self.0.is_none() {
             self.0 = Some(param.base().device());
         }

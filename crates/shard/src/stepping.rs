@@ -28,7 +28,9 @@ use crate::thrown::catch;
 /// [`ModuleOptimizer::step`] in one call, with the same results to the bit, and without all gradients at once.
 ///
 /// As soon as a unit's last gradient has arrived, the optimizer updates the unit's shards. Then both the gradients and
-/// the old values are freed. So a rank holds the gradients of two units at most, instead of all. The unit's gathers and
+/// the old values are freed. So a rank holds the gradients of two units at most, instead of all, if it uses each unit.
+/// A rank that only takes part in the reductions of some units updates them when backward next reaches a unit that it
+/// uses. The unit's gathers and
 /// reductions stay the same. At the end of backward, the optimizer updates the rest:
 ///
 /// - units with another reduction in this backward, on any rank: because several parts of the model use them, as the
@@ -37,6 +39,8 @@ use crate::thrown::catch;
 /// - parameters kept whole, and parameters that no unit manages.
 ///
 /// A step in which no rank has gradients of a unit leaves the unit's values unchanged, as usual.
+///
+/// If a module's first backward is another function's, old values are freed early from the second call of this one on.
 ///
 /// What needs all gradients before the first update is not available: [`clip_grad_norm`](crate::clip_grad_norm),
 /// [`grad_norm`](crate::grad_norm), [`LossScaler`](crate::LossScaler) (whose scaled loss would be stepped with scaled

@@ -36,9 +36,10 @@ impl AsRef<[u8]> for Mapped {
     reason = "the bytes of a mapped file may change if the file does"
 )]
 fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: The file has no name, so no other process can open it, and it cannot be truncated under the mapping. In
-    // this process, the caller has the only handle, has finished writing, and drops the handle after this. The mapping
-    // keeps the file, and cannot be written to.
+    // SAFETY: Nothing changes or truncates the file under the mapping. It has no name, so other processes cannot open it.
+    // On file systems without unnamed files, it had a random name for a moment, which no other program has a reason to
+    // open. In this process, the caller has the only handle, has finished writing, and drops the handle after this. The
+    // mapping keeps the file, and cannot be written to.
     unsafe { Mmap::map(file) }
 }
 

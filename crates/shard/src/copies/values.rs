@@ -61,6 +61,7 @@ impl Value {
         let device = self.device.clone().without_autodiff();
         self.plain = Tensor::zeros([0], (&device, self.plain.dtype()));
         self.seal = None;
+        self.checksum = None;
         self.exact = None;
         self.is_freed = true;
     }

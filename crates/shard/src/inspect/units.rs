@@ -219,7 +219,8 @@ impl UnitHandle {
     /// nothing ahead. Unlike the recorded order, a list is already used in the first step.
     ///
     /// List units that are used soon after this one: each listed unit's full parameters exist from then on. Where a
-    /// listed unit is not used next in the same direction, later steps leave it out. All ranks must set the same lists.
+    /// listed unit is not used next in the same direction, later steps leave it out. Evaluation does not use the
+    /// lists. All ranks must set the same ones.
     ///
     /// # Errors
     ///

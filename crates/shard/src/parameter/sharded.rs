@@ -17,6 +17,7 @@ use crate::device;
 use crate::error::Error;
 use crate::files;
 use crate::path::{CONTAINER, NAME};
+use crate::root::Root;
 use crate::seal;
 use crate::shown::Shown;
 use crate::thrown::throw;
@@ -218,7 +219,9 @@ fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper:
     let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];
     let may_step = slot.is_flattened() && !ambient::is_engine();
-    let root = root.filter(|root| may_step && root.num_finished() > 0);
+    // An optimizer may step in the first backward, before it has finished.
+    let has_gradients = |root: &Arc<Root>| root.num_finished() > 0 || part::is_in_backward();
+    let root = root.filter(|root| may_step && has_gradients(root));
     // The optimizer sees a whole parameter in its own shape, as before sharding.
     let unknown = match (&root, &shown) {
         (Some(root), Shown::One(shown)) => current::trying(|| root.trial.show(shown, path, mapper)),

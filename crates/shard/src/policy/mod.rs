@@ -240,9 +240,10 @@ impl ShardPolicy {
     /// [`precision`](Self::precision), the layer trains in 16 bits unchanged. Its averages then also have 16 bits, and
     /// lose updates below their resolution.
     ///
-    /// The sharded module remembers the original types. Saved steps, exported tensors, summoned modules and
+    /// The sharded module remembers original types that are wider. Saved steps, exported tensors, summoned modules and
     /// [`into_record`](crate::into_record) have running states in these types; only Burn's own `Module::into_record` has
-    /// them in `dtype`. This is PyTorch's `buffer_dtype`.
+    /// them in `dtype`. Load a record with `ModuleRecord::cast_to_module_dtype`; otherwise Burn takes the record's types.
+    /// This is PyTorch's `buffer_dtype`.
     pub fn buffer_type(mut self, dtype: FloatDType) -> Self {
         self.buffers = Some(dtype);
         self

@@ -185,8 +185,17 @@ impl Progress {
         match (listed, position) {
             (Some(listed), _) => self.prefetch_listed(root, &listed, position),
             (None, Some(position)) => self.prefetch_in_order(root, position),
-            // The first step does not know its order yet.
-            (None, None) => Ok(()),
+            // The order is not known yet. Backward will probably reverse the forward, on which all ranks have agreed.
+            (None, None) => {
+                let next = self.order.current().reversed_after(operation);
+                let is_gathered = |next: &Operation| {
+                    let unit = next.unit().and_then(|unit| root.unit(unit));
+                    unit.is_some_and(|unit| !unit.keeps())
+                };
+                let room = root.prefetch.saturating_sub(self.order.prefetched.len());
+                let next: Vec<_> = next.into_iter().filter(is_gathered).take(room).collect();
+                self.prefetch_listed(root, &next, None)
+            }
         }
     }
 
@@ -214,8 +223,11 @@ impl Progress {
     ) -> Result<(), Error> {
         let held = root.held();
         for &operation in listed {
-            // No module may hold a listed unit any more.
-            if operation.unit().and_then(|unit| held.get(unit)) != Some(&true) {
+            let Some(unit) = operation.unit() else {
+                continue;
+            };
+            // No module may hold a listed unit any more, or backward may have stepped it.
+            if held.get(unit) != Some(&true) || self.early.stepped.contains(&unit) {
                 continue;
             }
             let order = self.order.current();

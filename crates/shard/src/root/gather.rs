@@ -395,6 +395,7 @@ fn shards_for_hook(
                 (piece, Partition::flat(elements, neighbours.size())?)
             }
             None => {
+                generation.expect_held(index)?;
                 generation.flip_if_told(index);
                 generation.check(index)?;
                 (generation.computing(index), slot.partition)

@@ -35,9 +35,21 @@ impl Known {
         Self { ignored, cast }
     }
 
-    /// Adds the running states that the policy of a submodule cast.
-    pub(crate) fn adopt(&mut self, child: &Self) {
-        self.cast.extend(child.cast.iter().cloned());
+    /// Adds the running states that the policy of the submodule at `prefix` cast.
+    pub(crate) fn adopt(&mut self, child: &Self, prefix: &str) {
+        let states = child.cast.iter().map(|(state, dtype)| {
+            let path = match prefix {
+                "" => state.path.clone(),
+                _ => format!("{prefix}.{}", state.path),
+            };
+            (Named { path, id: state.id }, *dtype)
+        });
+        for (state, dtype) in states {
+            // All units of the submodule have the same root.
+            if !self.cast.iter().any(|(known, _)| known.path == state.path) {
+                self.cast.push((state, dtype));
+            }
+        }
     }
 
     /// Returns true if the policy ignored the parameter at `path` with `id`.

@@ -32,8 +32,9 @@ pub(crate) trait Steps: Send + Sync {
 /// The units of the current backward that are stepped before it ends, and those that wait.
 pub(super) struct Early {
     pub(super) steps: Option<Arc<dyn Steps>>,
-    /// True if the next backward may step: the last one did, or there was none.
+    /// True if the next backward may step: an earlier one did, or there was none.
     pub(super) is_likely: bool,
+    has_stepped: bool,
     /// Units of which all gradients have arrived, until the optimizer steps them.
     pub(super) complete: Vec<Complete>,
     /// Units that were complete.
@@ -56,6 +57,7 @@ impl Default for Early {
         Self {
             steps: None,
             is_likely: true,
+            has_stepped: false,
             complete: Vec::new(),
             stepped: BTreeSet::new(),
             waiting: BTreeSet::new(),
@@ -72,7 +74,8 @@ impl Early {
     }
 
     pub(super) fn end_backward(&mut self) {
-        self.is_likely = self.steps.is_some();
+        self.has_stepped |= self.steps.is_some();
+        self.is_likely = self.has_stepped;
         self.stepped.clear();
         self.waiting.clear();
     }

@@ -345,6 +345,24 @@ impl Schedule {
         (!self.is_busy(position, place)).then_some((place, entry.operation))
     }
 
+    /// Returns the gathers for backward that come after `gather` if backward reverses the forward of this step; none if
+    /// `gather` is for forward.
+    pub(crate) fn reversed_after(&self, gather: Operation) -> Vec<Operation> {
+        let Operation::UnshardBackward(last) = gather else {
+            return Vec::new();
+        };
+        let forward = self.operations().filter_map(|operation| match operation {
+            Operation::UnshardForward(unit) => Some(unit),
+            _ => None,
+        });
+        let forward: Vec<_> = forward.collect();
+        let place = forward.iter().rposition(|unit| *unit == last);
+        let earlier = forward[..place.unwrap_or(0)].iter().rev();
+        earlier
+            .map(|unit| Operation::UnshardBackward(*unit))
+            .collect()
+    }
+
     /// Returns the place of the next `gather` after `position`, if it may already start there. The answer depends only
     /// on the order.
     pub(crate) fn next_unshard(&self, position: usize, gather: Operation) -> Option<usize> {

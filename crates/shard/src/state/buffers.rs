@@ -88,7 +88,8 @@ pub fn cast_buffers<M: Module>(module: M, dtype: impl Into<DType>) -> Result<M, 
     Ok(cast_states(module, dtype.into())?.0)
 }
 
-/// Returns `module` with its running states in `dtype`, and the states that had another type before, with that type.
+/// Returns `module` with its running states in `dtype`, and the states that had a wider type before, with that type.
+/// Casting them to the wider type and back changes no bit.
 pub(crate) fn cast_states<M: Module>(
     module: M,
     dtype: DType,
@@ -122,7 +123,7 @@ impl path::Visitor for Lazy {
 struct Cast {
     paths: Vec<String>,
     dtype: DType,
-    /// The states that had another type, with that type.
+    /// The states that had a wider type, with that type.
     changed: Vec<(Named, DType)>,
 }
 
@@ -138,7 +139,7 @@ impl path::Mapper for Cast {
         }
         let id = param.id;
         param.map(|state| {
-            if state.dtype() != self.dtype {
+            if state.dtype().size() > self.dtype.size() {
                 self.changed.push((Named { path, id }, state.dtype()));
             }
             convert::cast(state, self.dtype)

@@ -262,8 +262,10 @@ fn known(
         id: found.id,
     });
     let mut known = Known::new(ignored.collect(), cast);
-    for root in adopted.iter().filter_map(|placed| placed.root_link.root()) {
-        known.adopt(root.known());
+    for placed in adopted {
+        if let Some(root) = placed.root_link.root() {
+            known.adopt(root.known(), &placed.prefix);
+        }
     }
     known
 }

@@ -1,18 +1,22 @@
 //! Regions with any number of inputs and outputs, compared with plain Burn.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::nn::{Dropout, DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Bool, DType, Device, Gradients, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch, launcher_ranks};
-use burn_fsdp_shard::{Error, ShardPolicy, Strategy, backward, catch, fully_shard, recompute};
+use burn_fsdp_shard::{
+    Error, ShardPolicy, Strategy, backward, catch, fully_shard, into_record, local_ids, recompute,
+    settle_ids,
+};
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, joined, on_ranks, optimizer, params, plain_device, plainly,
-    seeded, sharded, whole_params,
+    Case, Outcome, SEED, assert_close, build, joined, on_ranks, optimizer, params, plain_device,
+    plainly, seeded, sharded, whole_params,
 };
 use super::launcher;
 use super::nets::{Block, MLP, Mlp, input, tokens};
@@ -498,4 +502,46 @@ fn averaged(
     let bias = plain.linear.bias.as_ref().expect("a bias");
     mean(bias, gradients, world, &mut means)?;
     Ok(means)
+}
+
+/// An embedding, and a layer whose weight is recorded as it is.
+#[derive(Module, Debug)]
+struct Words {
+    embed: Embedding,
+    head: Linear,
+}
+
+const WORDS: Case<Words> = Case {
+    build: |device| Words {
+        embed: EmbeddingConfig::new(11, 5).init(device),
+        head: LinearConfig::new(5, 3).init(device),
+    },
+    loss: |words, rank, step, device| {
+        let words = words
+            .head
+            .forward(words.embed.forward(tokens([2, 4], 11, rank, step, device)));
+        words.powf_scalar(2.0).mean()
+    },
+};
+
+/// A region whose input has no floats looks for a device in its module, and leaves the parameters' ids alone.
+#[test]
+fn a_region_of_ints_keeps_ids() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(WORDS, &world, &device, ShardPolicy::new())?;
+        settle_ids(&model);
+        let record = into_record(model.clone())?;
+        let model = model.load_record(record);
+        let ints = tokens([2, 4], 11, 0, 0, &device);
+        recompute(
+            &model.embed,
+            ints,
+            |embed: &Embedding, ints: Tensor<2, Int>| embed.forward(ints),
+        );
+        let ids: Vec<_> = local_ids(&model)?.iter().map(|local| local.id).collect();
+        let distinct: HashSet<_> = ids.iter().collect();
+        assert_eq!(distinct.len(), ids.len());
+        Ok(())
+    });
 }

@@ -2,7 +2,8 @@
 
 use burn_fsdp_collectives::{CommStage, OperationKind};
 use burn_fsdp_shard::{
-    Error, FullGradient, ParameterShard, ShardPolicy, Strategy, UnitHandle, backward, units,
+    Error, FullGradient, ParameterShard, ShardPolicy, Strategy, UnitHandle, backward,
+    backward_and_step, units,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -134,11 +135,39 @@ fn lists_prefetch_in_the_first_step_and_later() {
     for ranks in 2..=3 {
         for (recorded, prefetch) in [(0, 0), (0, 1), (2, 0)] {
             let nothing = most_at_once(ranks, prefetch, 0, |_| Ok(()));
-            assert!(nothing.iter().all(|most| most.0 == [1, 1]), "{nothing:?}");
+            // Without lists, a first forward gathers nothing ahead, and backward reverses it.
+            let want = [1, 1 + prefetch];
+            assert!(nothing.iter().all(|most| most.0 == want), "{nothing:?}");
             for most in most_at_once(ranks, prefetch, recorded, list_blocks) {
                 assert_eq!(most.0, [3, 3], "step {recorded} on {ranks} ranks");
             }
         }
+    }
+}
+
+/// A unit that the optimizer has stepped is not gathered again, even if a list says so.
+#[test]
+fn lists_do_not_gather_stepped_units() {
+    for (ranks, steps) in [(2, 1), (3, 4)] {
+        on_ranks(ranks, move |world| {
+            let device = device();
+            let policy = ShardPolicy::new().units(["layers.*"]).prefetch(0);
+            let mut model = build(UNEVEN, &world, &device, policy)?;
+            let handles = units(&model)?;
+            for handle in &handles {
+                handle.set_backward_prefetch(&handles[1..])?;
+            }
+            let layers: &[usize] = match world.rank() {
+                0 => &[1, 0, 3],
+                _ => &[1, 0],
+            };
+            let mut optim = optimizer();
+            for step in 0..steps {
+                let loss = model.through(layers, world.rank(), step, &device);
+                model = backward_and_step(loss, model, &mut optim, 1e-2)?;
+            }
+            Ok(())
+        });
     }
 }
 

@@ -181,3 +181,42 @@ fn states_leave_the_module_in_their_original_type() {
         });
     }
 }
+
+/// A wider type is kept: casting back would round the averages.
+#[test]
+fn states_cast_to_a_wider_type_stay_in_it() {
+    on_ranks(2, |world| {
+        let narrow = seeded_by_rank(ConvNet::new(&device()), world.rank());
+        let narrow = cast_buffers(narrow, FloatDType::BF16)?;
+        let policy = ShardPolicy::new().units(["convs.*"]);
+        let model = fully_shard(narrow, &world, policy.buffer_type(FloatDType::F32))?;
+        let model = trained(model, world.rank(), 2)?;
+        drop(model.valid());
+        let before = seen(&model);
+        assert!(before.values().all(|(dtype, _)| *dtype == DType::F32));
+        into_record(model.clone())?;
+        assert_eq!(seen(&model), before);
+        let model = summon_full_params(model, WriteBack::Keep, |full| full)?;
+        assert_eq!(seen(&model), before);
+        Ok(())
+    });
+}
+
+/// Burn takes the types of a record unless it is told otherwise.
+#[test]
+fn records_load_in_the_modules_types() {
+    on_ranks(2, |world| {
+        let model = seeded_by_rank(ConvNet::new(&device()), world.rank());
+        let model = fully_shard(model, &world, policy().buffer_type(FloatDType::BF16))?;
+        let model = trained(model, world.rank(), 2)?;
+        let record = into_record(model.clone())?.cast_to_module_dtype();
+        let model = model.load_record(record);
+        assert!(
+            seen(&model)
+                .values()
+                .all(|(dtype, _)| *dtype == DType::BF16)
+        );
+        trained(model, world.rank(), 1)?;
+        Ok(())
+    });
+}
