@@ -93,7 +93,7 @@ pub(crate) fn ends_of<'a>(chosen: &BTreeSet<&'a str>, all: &[&str]) -> BTreeSet<
         ended.all(|module| chosen.contains(module))
     };
     let shortest = |module: &&'a str| {
-        let module: &'a str = *module;
+        let module: &'a str = module;
         let parts = module.split('.').count();
         let mut ends = (1..=parts).map(|parts| suffix(module, parts));
         ends.find(|end| is_exact(end)).unwrap_or(module)

@@ -146,7 +146,7 @@ mod tests {
         announce_more(&mut announcing);
         assert_eq!(announcing.len(), plain.len());
         assert!(announces_more(&[plain.clone(), announcing.clone()]));
-        assert!(!announces_more(&[plain.clone()]));
+        assert!(!announces_more(std::slice::from_ref(&plain)));
         for index in 0..2 {
             let of = |note: &Vec<u8>| is_flagged(std::slice::from_ref(note), index);
             assert_eq!(of(&announcing), of(&plain));

@@ -190,9 +190,10 @@ fn part_of(
     }
     let device = member.generation.device(member.index).without_autodiff();
     let part = record::narrow(unit, member.index, plain(whole), &device);
-    let shape = match slot.is_flattened() {
-        true => part.shape(),
-        false => shape,
+    let shape = if slot.is_flattened() {
+        part.shape()
+    } else {
+        shape
     };
     Ok(Some((part, shape)))
 }

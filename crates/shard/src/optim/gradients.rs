@@ -203,6 +203,8 @@ pub(super) struct Parameter<'a> {
     by_plain_rank: ByRank,
 }
 
+type MoveToFile = fn(&mut GradientsParams, ParamId, (&Unit, usize)) -> Result<(), Error>;
+
 /// Functions on gradients with the parameter's number of dims.
 #[derive(Clone, Copy)]
 struct ByRank {
@@ -211,7 +213,7 @@ struct ByRank {
     scale: fn(&mut GradientsParams, ParamId, f64),
     register: fn(&mut GradientsParams, ParamId, Tensor<1>, Shape),
     /// Moves the gradient into a file if the parameter in this slot is in one.
-    file: fn(&mut GradientsParams, ParamId, (&Unit, usize)) -> Result<(), Error>,
+    file: MoveToFile,
     transfer: fn(&mut GradientsParams, &mut GradientsParams, ParamId),
 }
 

@@ -351,7 +351,7 @@ fn invalid_results_are_errors_on_all_ranks() {
                 let device = device();
                 let model = hybrid::build(MLP, &world, [2, 2], policy)?;
                 let loss = (MLP.loss)(&model, world.rank(), 0, &device);
-                let error = backward(loss, &model).err().expect("refused");
+                let error = backward(loss, &model).expect_err("refused");
                 assert!(matches!(error, Error::Hook { .. }), "{error}");
                 world.barrier("the group is not affected")?;
                 Ok(error.to_string())

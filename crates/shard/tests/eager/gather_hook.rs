@@ -118,11 +118,7 @@ fn traffic(ranks: usize, policy: ShardPolicy) -> (u64, u64, u64) {
             counts = since(&world, &before);
         }
         let gathers = counts.of(OperationKind::AllGather);
-        Ok((
-            gathers.operations,
-            gathers.bytes as u64,
-            counts.total().operations,
-        ))
+        Ok((gathers.operations, gathers.bytes, counts.total().operations))
     });
     counts[0]
 }
@@ -375,7 +371,7 @@ fn invalid_gathers_are_errors_on_all_ranks() {
             let policy = blocks().ignore(["head"]).gather_hook(hook);
             let model = build(MLP, &world, &device, policy)?;
             let loss = catch(|| (MLP.loss)(&model, world.rank(), 0, &device));
-            let error = loss.err().expect("refused");
+            let error = loss.expect_err("refused");
             assert!(matches!(error, Error::Hook { .. }), "{error}");
             world.barrier("the group is not affected")?;
             Ok(error.to_string())

@@ -88,7 +88,7 @@ type Output = (
 
 fn nested(pair: &Pair, input: Input) -> Output {
     let (x, shifts, scale, [left, right], places, mask) = input;
-    let hidden = gelu(pair.first.forward(x.clone()));
+    let hidden = gelu(pair.first.forward(x));
     let hidden = shifts
         .into_iter()
         .fold(hidden, |hidden, shift| hidden + shift.unsqueeze());
@@ -135,7 +135,7 @@ fn of_nests(run: fn(&Pair, Input) -> Output, has_scale: bool) -> Bits {
         loss = loss + cube.powi_scalar(3).sum();
     }
     if let Some(sum) = sum {
-        loss = loss + sum.clone().exp().sum() + (sum * shifts[0].clone().slice([0..4])).sum();
+        loss = loss + sum.clone().exp().sum() + (sum * shifts[0].clone().slice(0..4)).sum();
     }
     let gradients = loss.backward();
     let mut found: Bits = vec![bits(x.grad(&gradients)), bits(scale.grad(&gradients))];
@@ -161,8 +161,8 @@ fn nests_have_the_gradients_of_plain_burn() {
 fn mixed_types_keep_their_bits() {
     type Mixed = (Tensor<1>, Tensor<2>, Tensor<2>);
     fn mixed(_: &Pair, (narrow, half, wide): Mixed) -> Mixed {
-        let product = half.clone() * half.clone().exp();
-        let joined = wide.clone() * product.clone().cast(DType::F32);
+        let product = half.clone() * half.exp();
+        let joined = wide * product.clone().cast(DType::F32);
         (narrow.clone() / (narrow + 3.0), product, joined)
     }
     let of = |run: fn(&Pair, Mixed) -> Mixed| {

@@ -300,7 +300,8 @@ fn regions_inside_units_change_nothing() {
     fn of<const N: usize>(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
         loss_of(SHARED[N].1, model, rank, step, device)
     }
-    let losses: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 7] = [
+    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
+    let losses: [Loss; 7] = [
         of::<0>, of::<1>, of::<2>, of::<3>, of::<4>, of::<5>, of::<7>,
     ];
     let blocks = ShardPolicy::new().units(["blocks.*"]);

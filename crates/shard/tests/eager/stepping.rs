@@ -421,7 +421,7 @@ fn an_error_in_the_middle_consumes_the_module_on_all_ranks() {
 
     let states = Arc::new(parking(Vec::new()));
     let fails = Arc::new(AtomicBool::new(false));
-    let (seen, on) = (states.clone(), fails.clone());
+    let (seen, on) = (states.clone(), fails);
     let body = move |world: ProcessGroup| {
         let device = device();
         let rank = world.rank();
@@ -429,7 +429,7 @@ fn an_error_in_the_middle_consumes_the_module_on_all_ranks() {
         // The first rank's gradient of the first block is wrong: the other blocks have been stepped by then.
         let policy = blocks().gradient_hook(move |path, gradient| {
             if rank == 0 && path == "blocks.0.up.weight" && fails.load(Ordering::Relaxed) {
-                gradient.slice([0..1])
+                gradient.slice(0..1)
             } else {
                 gradient
             }

@@ -163,13 +163,14 @@ fn states_leave_the_module_in_their_original_type() {
 
             // They return in the type that the policy set.
             let model = load_local_state(model, |tensor| {
-                Ok::<_, Error>(Some(match is_state(&tensor.path) {
-                    true => [1.5f32, -2.0, 0.25, 3.0, 7.0, 1.0, 2.0]
+                Ok::<_, Error>(Some(if is_state(&tensor.path) {
+                    [1.5f32, -2.0, 0.25, 3.0, 7.0, 1.0, 2.0]
                         .iter()
                         .take(tensor.shape[0])
                         .flat_map(|value| value.to_ne_bytes())
-                        .collect(),
-                    false => tensor.elements.as_bytes().to_vec(),
+                        .collect()
+                } else {
+                    tensor.elements.as_bytes().to_vec()
                 }))
             })?;
             for (dtype, values) in seen(&model).into_values() {

@@ -157,7 +157,8 @@ fn recomputed(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<
 /// A learning rate of zero defers the trial of the optimizer to a step that runs in backward, here also in a region.
 #[test]
 fn an_optimizer_of_whole_tensors_is_detected_in_backward() {
-    let losses: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [Mlp::loss, recomputed];
+    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
+    let losses: [Loss; 2] = [Mlp::loss, recomputed];
     for (zeros, loss) in [0, 2].into_iter().zip(losses).chain([(2, losses[0])]) {
         let errors = on_ranks(2, move |world| {
             let device = device();

@@ -63,8 +63,8 @@ fn tied_fields_train_with_every_strategy_cut_and_owner() {
 /// The table's unit is used several times, so it steps at the end of backward.
 #[test]
 fn tied_fields_step_in_backward_as_after_it() {
-    let losses: [fn(&Tied, usize, usize, &Device) -> burn::tensor::Tensor<1>; 2] =
-        [Tied::loss, in_regions];
+    type Loss = fn(&Tied, usize, usize, &Device) -> burn::tensor::Tensor<1>;
+    let losses: [Loss; 2] = [Tied::loss, in_regions];
     for ranks in 1..=4 {
         for policy in units() {
             for loss in losses {
