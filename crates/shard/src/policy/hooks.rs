@@ -65,7 +65,7 @@ impl ShardPolicy {
     /// - At the end of backward, the reduction over all ranks of the parameters that every rank keeps whole (vectors,
     ///   those below [`whole_below`](Self::whole_below)). One call covers all units with the same policy and divisors.
     ///
-    /// With [`Strategy::NoShard`] there are neither: `reduction_hook` reduces all gradients.
+    /// With [`Strategy::NoShard`](crate::Strategy::NoShard) there are neither: `reduction_hook` reduces all gradients.
     ///
     /// ```
     /// use burn::tensor::DType;

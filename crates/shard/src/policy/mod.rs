@@ -336,8 +336,8 @@ impl ShardPolicy {
     ///
     /// The folder must exist, and may differ between ranks. The files have no names, and disappear with the values,
     /// even if the process is killed. If a file cannot be written, `fully_shard`, [`backward`](crate::backward()) and
-    /// functions that change the module's state return [`Error::ShardFile`]. Burn's `step` of an optimizer unwinds with
-    /// it; [`catch`](crate::catch) returns it as a value.
+    /// functions that change the module's state return [`Error::ShardFile`](crate::Error::ShardFile). Burn's `step` of an
+    /// optimizer unwinds with it; [`catch`](crate::catch) returns it as a value.
     ///
     /// Some values remain in memory: parameters that every rank keeps whole by default (vectors, those below
     /// [`whole_below`](Self::whole_below)), gradients that wait for another backward or another reduction, sums in
