@@ -554,10 +554,11 @@ fn parameters_may_exceed_the_memory_limit() {
         );
         // In memory: parameters and gradients.
         assert!(memory.step > 2 * PARAMETERS, "{memory:?}");
-        assert!(files.step < PARAMETERS / 3, "{files:?}");
-        assert!(files.start < PARAMETERS * 3 / 4, "{files:?}");
+        // Each rank has whole units.
+        assert!(files.step < ranks * PARAMETERS / 3, "{files:?}");
+        assert!(files.start < memory.start / 2, "{files:?}");
         assert!(files.saving < PARAMETERS / 4, "{files:?}");
-        assert!(memory.restoring > PARAMETERS, "{memory:?}");
+        assert!(memory.restoring > PARAMETERS / 2, "{memory:?}");
         assert!(files.restoring < PARAMETERS / 4, "{files:?}");
     }
 }
