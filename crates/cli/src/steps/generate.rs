@@ -15,7 +15,6 @@ use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
-use crate::adapters::error::AdapterError;
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
 use crate::choice::Choice;
@@ -145,15 +144,14 @@ impl Job {
         let training = step.as_ref().map(|step| &step.index().training);
         let adapters = training.and_then(Adapters::of_step);
         let adapters = adapters.map(|adapters| adapters.sizes);
-        let has_adapters = adapters.is_some();
         let model = match (&step, &args.init) {
-            (Some(step), None) => whole_model(step, has_adapters)?,
+            (Some(step), None) => whole_model(step, adapters)?,
             (None, Some(folder)) => model_of_folder(folder)?,
-            (Some(step), Some(folder)) => adapted_model(step, has_adapters, folder)?,
+            (Some(step), Some(folder)) => adapted_model(step, adapters, folder)?,
             (None, None) => return Err(InputError::NoModel),
         };
         if let (Some(step), Some(adapters)) = (&step, &adapters)
-            && !adapters.is_valid(&model)
+            && !adapters.is_valid(model.dim())
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
@@ -197,9 +195,8 @@ impl Job {
         let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
         policy = policy.reshard_root(true).prefetch(0);
-        let groups = self.adapters.as_ref().map(|adapters| adapters.lora(sizes));
-        for lora in groups.into_iter().flatten() {
-            policy = policy.lora(lora);
+        if let Some(adapters) = &self.adapters {
+            policy = policy.lora(adapters.lora(sizes));
         }
         let blank = sizes.blank(&device)?;
         let mut model = match (&self.args.init, &self.step) {
@@ -212,7 +209,7 @@ impl Job {
             }
             (None, None) => return Err(Box::new(InputError::NoModel).into()),
         };
-        if let (Some(step), Some(adapters)) = (&self.step, &self.adapters) {
+        if let (Some(step), Some(adapters)) = (&self.step, self.adapters) {
             Adapters::of(adapters, &model, &mesh)?.check(&step.index().training)?;
             let restored = restore_matching(model, step, is_factor);
             model = restored.map_err(|error| unread(step, error))?;
@@ -272,7 +269,7 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
 }
 
 /// Returns the model of a Hugging Face folder, which must have the weights.
-pub(super) fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
+fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
     Ok(model)
@@ -281,10 +278,10 @@ pub(super) fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> 
 /// Returns the base model of a step's adapters, from its folder.
 pub(super) fn adapted_model(
     step: &Step,
-    has_adapters: bool,
+    adapters: Option<AdapterSizes>,
     folder: &Path,
 ) -> Result<ModelConfig, InputError> {
-    if !has_adapters {
+    if adapters.is_none() {
         return Err(InputError::Excludes {
             first: "--init",
             second: "a step of a whole model",
@@ -303,11 +300,12 @@ pub(super) fn adapted_model(
 ///
 /// The index may come from anyone, and its configuration may describe a model of any size. The size of the tensors is
 /// bounded by the files, so it is compared before a model is created.
-fn whole_model(step: &Step, has_adapters: bool) -> Result<ModelConfig, InputError> {
+fn whole_model(step: &Step, adapters: Option<AdapterSizes>) -> Result<ModelConfig, InputError> {
     let unknown = |problem: String| unknown(step.path(), problem);
-    if has_adapters {
-        let path = step.path().to_owned();
-        return Err(AdapterError::Alone { path }.into());
+    if adapters.is_some() {
+        return Err(InputError::AdaptersAlone {
+            path: step.path().to_owned(),
+        });
     }
     let model = sizes_of(step)?;
     step.check_sizes()?;

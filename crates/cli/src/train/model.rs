@@ -53,7 +53,7 @@ pub(crate) fn sharded<A: Architecture>(
     let model = shard(sizes, config, mesh, model)?;
     match &config.init {
         None => Ok(model),
-        Some(path) => weights::read_shards(sizes, path, config.factors(), model),
+        Some(path) => weights::read_shards(sizes, path, model),
     }
 }
 
@@ -78,9 +78,8 @@ pub(crate) fn shard<A: Architecture>(
     if sharding.replicas > 1 {
         policy = policy.replicate_axis("replicate");
     }
-    let groups = config.adapter_sizes().map(|adapters| adapters.lora(sizes));
-    for lora in groups.into_iter().flatten() {
-        policy = policy.lora(lora);
+    if let Some(adapters) = &config.adapters {
+        policy = policy.lora(adapters.lora(sizes));
     }
     Ok(fully_shard(model, mesh, policy)?)
 }

@@ -48,7 +48,6 @@ impl OwnFiles {
         ];
         let files = [
             ("--init", &args.model.init),
-            ("--adapter", &args.model.lora.adapter),
             ("--save-init", &args.model.save_init),
             ("--metrics", &args.output.metrics),
             ("--trace", &args.output.trace),
