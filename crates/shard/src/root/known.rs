@@ -1,7 +1,9 @@
 //! What is known of tensors that the units of a sharded module do not manage.
 
 use burn::module::ParamId;
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
+
+use crate::convert::cast;
 
 /// Tensors that the units do not manage, in which wrapping found or changed something.
 #[derive(Debug, Clone, Default)]
@@ -62,6 +64,19 @@ impl Known {
         let mut cast = self.cast.iter();
         let (_, dtype) = cast.find(|(state, _)| state.is(path, id))?;
         Some(*dtype)
+    }
+
+    /// Returns the tensor at `path` with `id` in its original type, if a policy cast it; otherwise unchanged.
+    pub(crate) fn in_original_type<const D: usize>(
+        &self,
+        path: &str,
+        id: ParamId,
+        tensor: Tensor<D>,
+    ) -> Tensor<D> {
+        match self.type_before_cast(path, id) {
+            Some(dtype) => cast(tensor, dtype),
+            None => tensor,
+        }
     }
 
     /// Returns true if no running state was cast.

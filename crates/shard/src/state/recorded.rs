@@ -6,7 +6,6 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use burn_fsdp_tensors as tensors;
 
-use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
@@ -73,10 +72,7 @@ impl<F: FnMut(RecordedTensor)> path::Visitor for Each<'_, F> {
         let Some(member) = self.members.remove(&place.path()) else {
             if self.is_first {
                 let saved = plainly(|| param.transform_for_save().val());
-                let saved = match self.known.type_before_cast(&place.path(), param.id) {
-                    Some(dtype) => convert::cast(saved, dtype),
-                    None => saved,
-                };
+                let saved = self.known.in_original_type(&place.path(), param.id, saved);
                 self.tell(place, param.id, saved.into_data());
             }
             return;

@@ -7,7 +7,6 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::Source;
 use burn_fsdp_tensors as tensors;
 
-use crate::convert;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::root::{Known, Root};
@@ -68,10 +67,8 @@ impl path::Visitor for All<'_> {
                 }
             }
             None => {
-                let (shape, mut flat) = flatten(param.val());
-                if let Some(dtype) = self.known.type_before_cast(&path, param.id) {
-                    flat = convert::cast(flat, dtype);
-                }
+                let (shape, flat) = flatten(param.val());
+                let flat = self.known.in_original_type(&path, param.id, flat);
                 StateTensor {
                     shape,
                     dtype: flat.dtype(),
