@@ -7,6 +7,8 @@ use std::cell::RefCell;
 pub(crate) enum Purpose {
     /// A search for sharded parameters that does not need their values.
     Inspect,
+    /// A read of a full parameter by the engine, outside of any forward.
+    Read,
     /// A map in which mappers of sharded parameters behave as before sharding.
     PlainMappers,
     /// The removal of reparameterizations, which keeps each base value as the parameter's value.

@@ -49,7 +49,7 @@ impl Clone for Member {
 impl Member {
     /// Returns the full parameter in the form that the model's code sees. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
-        self.owned.full(self.parent.clone())
+        within(Purpose::Read, || self.owned.full(self.parent.clone()))
     }
 
     /// Returns all values of the unit in this copy of the module.

@@ -83,12 +83,8 @@ impl Evaluation {
                     advice: "let one `evaluate` return before starting the next",
                 });
             }
-            // This drops the unit of a previously evaluated copy, which ranks that read nothing in this evaluation
-            // would otherwise keep.
-            let last = std::mem::take(&mut progress.uses.reading).upgrade();
-            if let Some(last) = last.filter(|last| !last.unit.keeps()) {
-                last.let_go()?;
-            }
+            // Ranks that read nothing in this evaluation would keep the last unit of a previously evaluated copy.
+            progress.reading.end()?;
         }
         let evaluated = Arc::new(Evaluated {
             root: root.clone(),

@@ -64,7 +64,7 @@ impl Root {
             return Err(layer.refuses(&of.path, of.elements.compute.dtype));
         }
         if !value.is_autodiff() {
-            return self.read(generation, slot);
+            return self.read(generation, place);
         }
         if region::state() == RegionState::Again {
             return self.access_again(generation, slot);
@@ -111,35 +111,6 @@ impl Root {
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
-    }
-
-    /// Returns a full parameter without autodiff, and frees the parameters of the unit that was read before.
-    fn read<const D: usize>(
-        self: &Arc<Self>,
-        generation: &Arc<Generation>,
-        slot: usize,
-    ) -> Result<Tensor<D>, Error> {
-        let unit = &generation.unit;
-        let full = self.step(|progress| {
-            let last = progress.uses.reading.upgrade();
-            if let Some(last) = last
-                && !Arc::ptr_eq(&last, generation)
-                && !last.unit.keeps()
-            {
-                last.let_go()?;
-            }
-            progress.uses.reading = Arc::downgrade(generation);
-            if unit.is_gathered_for(slot) {
-                if generation.life.is_sharded() {
-                    progress.meet_others(generation)?;
-                    let operation = Operation::UnshardForward(unit.position());
-                    self.start_gather(generation, operation)?;
-                }
-                self.finish_gather(generation)?;
-            }
-            self.weight(generation, slot)
-        })?;
-        Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
     }
 }
 
@@ -189,6 +160,7 @@ impl Progress {
             self.leave_pass()?;
         }
         if self.uses.pass.is_none() {
+            self.reading.discard();
             self.order.copy = copy;
             self.order.used.clear();
             self.begin_order(root);

@@ -12,7 +12,8 @@
 //! - `advance`: operations in the order common to all ranks.
 //! - `evaluation`: an evaluation in which ranks use different units. `routes`: the root's interface to it
 //!   before a gather.
-//! - `forward` and `backward`: the two parts of a step. `access`: the calls from the autodiff nodes.
+//! - `forward` and `backward`: the two parts of a step. `access`: the calls from the autodiff nodes. `reading`: forwards
+//!   without autodiff.
 
 mod access;
 mod accumulate;
@@ -30,6 +31,7 @@ mod hooked;
 mod known;
 mod order;
 mod pass;
+mod reading;
 mod reduce;
 mod reductions;
 mod routes;

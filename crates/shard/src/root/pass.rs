@@ -36,8 +36,6 @@ pub(super) struct Uses {
     pub(super) again: Option<Recomputation>,
     /// Uses whose gradients are not complete, each with its pass and unit.
     pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
-    /// The values whose unit was last read without autodiff.
-    pub(super) reading: Weak<Generation>,
 }
 
 /// One forward with autodiff, and the units that it used.

@@ -12,6 +12,7 @@ use super::audited::Audited;
 use super::known::Known;
 use super::order::Order;
 use super::pass::Uses;
+use super::reading::Reading;
 use super::reductions::Reductions;
 use super::routes::Routes;
 use super::ruler::Rulers;
@@ -64,6 +65,7 @@ impl std::fmt::Debug for Root {
 pub(super) struct Progress {
     pub(super) phase: Phase,
     pub(super) uses: Uses,
+    pub(super) reading: Reading,
     pub(super) order: Order,
     pub(super) gradients: Accumulation,
     pub(super) reductions: Reductions,

@@ -32,4 +32,5 @@ mod states;
 mod stepping;
 mod switches;
 mod unused;
+mod valid;
 mod warnings;
