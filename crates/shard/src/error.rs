@@ -179,7 +179,7 @@ pub enum Error {
     /// A Burn layer that does not compute in its parameters' type.
     #[error(
         "layer {layer} computes only in {expected}, the type of its states, but its `{param}` computes in {got}; keep it \
-         in full precision with `Precision::full_in` and, in the model, cast its input with `x.cast(DType::{expected})` \
+         in full precision with `Precision::full_in` or `ShardPolicy::stateful_layers_in_full` and, in the model, cast its input with `x.cast(DType::{expected})` \
          and its output with `x.cast(DType::{got})`; or build it in {expected} if the module is stored in {got}; or \
          compile the step"
     )]

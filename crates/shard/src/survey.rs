@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::layer::{self, Layer};
 use crate::parameter::member::visit;
 use crate::path::{self, CONTAINER, Location, NAME};
+use crate::policy::ShardPolicy;
 
 /// A float parameter that the walk found.
 #[derive(Debug, Clone)]
@@ -31,6 +32,14 @@ pub(crate) struct Found {
 impl Found {
     pub(crate) fn num_elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Returns the type in which the parameter computes.
+    pub(crate) fn compute_type(&self, policy: &ShardPolicy) -> DType {
+        match &self.layer {
+            Some(layer) if policy.stateful_in_full => layer.dtype,
+            _ => policy.precision.compute_of(&self.path, self.dtype),
+        }
     }
 }
 

@@ -40,6 +40,8 @@ pub struct ShardPolicy {
     pub(crate) axis: String,
     pub(crate) replicate_axis: Option<String>,
     pub(crate) precision: Precision,
+    /// True if layers with states compute in the type of these, whatever the precision.
+    pub(crate) stateful_in_full: bool,
     pub(crate) buffers: Option<FloatDType>,
     pub(crate) factors: Option<DivideFactors>,
     pub(crate) ignored: Vec<Pattern>,
@@ -95,6 +97,7 @@ impl ShardPolicy {
             axis: "shard".to_owned(),
             replicate_axis: None,
             precision: Precision::default(),
+            stateful_in_full: false,
             buffers: None,
             factors: None,
             ignored: Vec::new(),
@@ -197,8 +200,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the number of units that are gathered ahead of their use; `None` selects the default. With 0, each unit is
-    /// gathered at its first use, and each reduction blocks. Each prefetched unit costs the memory of one unit.
+    /// Sets the number of units that are gathered ahead of their use, in training and in forwards without autodiff;
+    /// `None` selects the default. With 0, each unit is gathered at its first use, and each reduction blocks. Each prefetched unit costs the memory of one unit.
     /// Default: 1 if the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps) communication, as groups of
     /// processes do, and 0 if ranks are threads, which gain nothing from it.
     pub fn prefetch(mut self, units: impl Into<Option<usize>>) -> Self {
@@ -230,6 +233,15 @@ impl ShardPolicy {
     /// Sets mixed precision. Default: everything in the type in which the module was built.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
+        self
+    }
+
+    /// Makes the parameters of all `BatchNorm` and recurrent layers compute in the type of the layer's states, wherever
+    /// the layers are in the module, like fairscale's `auto_wrap_bn`. As for [`full_in`](Precision::full_in), the model
+    /// casts their inputs and outputs. Default: [`precision`](Self::precision) applies to them as to other layers, and
+    /// they are rejected with [`Error::LayerType`](crate::Error::LayerType) if they would compute in another type.
+    pub fn stateful_layers_in_full(mut self) -> Self {
+        self.stateful_in_full = true;
         self
     }
 

@@ -318,7 +318,7 @@ fn slot(
     policy: &ShardPolicy,
 ) -> Result<Slot, Error> {
     let num_elements = found.num_elements();
-    let compute = policy.precision.compute_of(&found.path, found.dtype);
+    let compute = found.compute_type(policy);
     let reduce = policy.precision.reduce_of(compute);
     expect_types(found, compute, reduce)?;
     let element_of = |dtype| match tensors::reduced_type(dtype) {

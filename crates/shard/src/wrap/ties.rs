@@ -143,7 +143,7 @@ fn problem(
     policy: &ShardPolicy,
 ) -> Option<&'static str> {
     let paths = [&first.path, &second.path];
-    let compute = paths.map(|path| policy.precision.compute_of(path, first.dtype));
+    let compute = [first, second].map(|found| found.compute_type(policy));
     let cut_by = |path: &str| {
         let mut cuts = policy.cuts.iter().rev();
         cuts.find(|(pattern, _)| pattern.prefix_of(path).is_some())

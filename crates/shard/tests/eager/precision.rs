@@ -12,8 +12,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, panic_of, plainly,
-    seeded_by_rank, sharded, train,
+    Case, Outcome, assert_close, assert_same, build, device, joined, on_ranks, optimizer, panic_of,
+    plainly, seeded_by_rank, sharded, train,
 };
 use super::nets::{CONV_NET, ConvNet, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
 
@@ -169,6 +169,30 @@ fn batch_norms_stay_in_full_where_the_model_casts() {
     for distance in distances(WIDE_BATCH_NORMS, &convs, &["norms.*"]) {
         assert!(distance.losses <= 0.02, "{distance:?}");
     }
+}
+
+/// Layers with states compute in full without a pattern, like those that a pattern names.
+#[test]
+fn stateful_layers_stay_in_full_by_their_kind() {
+    fn agrees<M: Module + 'static>(case: Case<M>, units: &str, layers: &str) {
+        for ranks in 1..=3 {
+            for dtype in [FloatDType::BF16, FloatDType::F16] {
+                let policy = ShardPolicy::new().units([units]);
+                let half = Precision::new(dtype).reduce(FloatDType::F32);
+                let by_kind = policy.clone().precision(half.clone());
+                let got = sharded(case, ranks, 5, by_kind.stateful_layers_in_full());
+                let by_name = policy.precision(half.full_in([layers]));
+                let want = sharded(case, ranks, 5, by_name);
+                assert_same(
+                    &got,
+                    &want,
+                    &format!("{layers} in {dtype:?} on {ranks} ranks"),
+                );
+            }
+        }
+    }
+    agrees(WIDE_BATCH_NORMS, "convs.*", "norms.*");
+    agrees(WIDE_LAYERS, "layers.*", "layers.*");
 }
 
 /// The convolutions as their author writes them: in one type, that of the first weight.
