@@ -7,6 +7,7 @@ use burn::tensor::Tensor;
 use super::access::{Access, Finish, UnitEnd};
 use super::pass::{Pass, Place, Recomputation, Use};
 use super::state::{Phase, Progress, Root};
+use crate::ambient;
 use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
@@ -112,6 +113,40 @@ impl Root {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
     }
+
+    /// Returns a full parameter without autodiff, and frees the parameters of the unit that was read before.
+    fn read<const D: usize>(
+        self: &Arc<Self>,
+        generation: &Arc<Generation>,
+        place: Place,
+    ) -> Result<Tensor<D>, Error> {
+        let (unit, slot) = (&generation.unit, place.slot);
+        let full = self.step(|progress| {
+            let last = progress.reading.last.upgrade();
+            if let Some(last) = last
+                && !Arc::ptr_eq(&last, generation)
+                && !last.unit.keeps()
+            {
+                last.let_go()?;
+            }
+            progress.reading.last = Arc::downgrade(generation);
+            if unit.is_gathered_for(slot) {
+                if generation.life.is_sharded() {
+                    progress.meet_others(generation)?;
+                    let operation = Operation::UnshardForward(unit.position());
+                    self.start_gather(generation, operation)?;
+                }
+                // Reads by the engine, for example to save a module, belong to no forward.
+                if progress.routes.is_none() && !ambient::is_engine() {
+                    let is_first = progress.reading.enter(generation, place);
+                    progress.read_ahead(self, generation, is_first)?;
+                }
+                self.finish_gather(generation)?;
+            }
+            self.weight(generation, slot)
+        })?;
+        Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
+    }
 }
 
 impl Recomputed for Root {
@@ -121,6 +156,31 @@ impl Recomputed for Root {
 }
 
 impl Progress {
+    /// Starts the gathers that follow a read of `generation`: those of the units that the program listed for its unit,
+    /// if the forward uses it for the first time, or else the next ones of the last forward, up to the prefetch limit.
+    fn read_ahead(
+        &mut self,
+        root: &Root,
+        generation: &Generation,
+        is_first: bool,
+    ) -> Result<(), Error> {
+        let unit = &generation.unit;
+        let next = match unit.listed_after(Operation::UnshardForward(unit.position())) {
+            Some(listed) if is_first => listed.into_iter().filter_map(Operation::unit).collect(),
+            Some(_) => Vec::new(),
+            None => self.reading.expected(root.prefetch()),
+        };
+        for unit in next {
+            let copies = root.copies(unit);
+            let next = copies.and_then(|copies| copies.of_pass(generation.epoch()));
+            if let Some(next) = next.filter(|next| next.life.is_sharded()) {
+                root.start_gather(&next, Operation::UnshardForward(unit))?;
+                self.reading.ahead.push(Arc::downgrade(&next));
+            }
+        }
+        Ok(())
+    }
+
     /// In an evaluation in which ranks take different routes, waits until the unit of `generation` is the next one that
     /// all ranks gather.
     pub(super) fn meet_others(&self, generation: &Arc<Generation>) -> Result<(), Error> {

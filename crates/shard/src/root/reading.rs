@@ -5,14 +5,9 @@
 
 use std::sync::{Arc, Weak};
 
-use burn::tensor::Tensor;
-
 use super::pass::Place;
-use super::state::{Progress, Root};
-use crate::ambient;
 use crate::copies::{Generation, UnitState};
 use crate::error::Error;
-use crate::schedule::Operation;
 
 /// The number of uses of units after which a forward ends that has not returned to its first parameter.
 const LONGEST: usize = 4096;
@@ -21,7 +16,7 @@ const LONGEST: usize = 4096;
 #[derive(Default)]
 pub(super) struct Reading {
     /// The values whose unit was last read.
-    last: Weak<Generation>,
+    pub(super) last: Weak<Generation>,
     /// The first parameter that the forward read, with its unit. Reading it again after another unit begins a new
     /// forward.
     first: Option<(usize, Place)>,
@@ -30,13 +25,13 @@ pub(super) struct Reading {
     /// The units that the last forward used, in order.
     recorded: Vec<usize>,
     /// The values whose gathers were started ahead of their use.
-    ahead: Vec<Weak<Generation>>,
+    pub(super) ahead: Vec<Weak<Generation>>,
 }
 
 impl Reading {
     /// Notes a read of the parameter at `place` in `generation`. Returns true if the forward uses the unit for the first
     /// time.
-    fn enter(&mut self, generation: &Arc<Generation>, place: Place) -> bool {
+    pub(super) fn enter(&mut self, generation: &Arc<Generation>, place: Place) -> bool {
         let unit = generation.unit.position();
         let is_other =
             |ahead: &Weak<Generation>| !std::ptr::eq(ahead.as_ptr(), Arc::as_ptr(generation));
@@ -58,7 +53,7 @@ impl Reading {
     }
 
     /// Returns the next `number` units if the forward uses the same units as the last one.
-    fn expected(&self, number: usize) -> Vec<usize> {
+    pub(super) fn expected(&self, number: usize) -> Vec<usize> {
         let rest = self.recorded.strip_prefix(&self.used[..]);
         let next = rest.unwrap_or_default().iter();
         next.take(number).copied().collect()
@@ -80,68 +75,5 @@ impl Reading {
             Some(last) => last.let_go(),
             None => Ok(()),
         }
-    }
-}
-
-impl Root {
-    /// Returns a full parameter without autodiff, and frees the parameters of the unit that was read before.
-    pub(super) fn read<const D: usize>(
-        self: &Arc<Self>,
-        generation: &Arc<Generation>,
-        place: Place,
-    ) -> Result<Tensor<D>, Error> {
-        let (unit, slot) = (&generation.unit, place.slot);
-        let full = self.step(|progress| {
-            let last = progress.reading.last.upgrade();
-            if let Some(last) = last
-                && !Arc::ptr_eq(&last, generation)
-                && !last.unit.keeps()
-            {
-                last.let_go()?;
-            }
-            progress.reading.last = Arc::downgrade(generation);
-            if unit.is_gathered_for(slot) {
-                if generation.life.is_sharded() {
-                    progress.meet_others(generation)?;
-                    let operation = Operation::UnshardForward(unit.position());
-                    self.start_gather(generation, operation)?;
-                }
-                // Reads by the engine, for example to save a module, belong to no forward.
-                if progress.routes.is_none() && !ambient::is_engine() {
-                    let is_first = progress.reading.enter(generation, place);
-                    progress.read_ahead(self, generation, is_first)?;
-                }
-                self.finish_gather(generation)?;
-            }
-            self.weight(generation, slot)
-        })?;
-        Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
-    }
-}
-
-impl Progress {
-    /// Starts the gathers that follow a read of `generation`: those of the units that the program listed for its unit,
-    /// if the forward uses it for the first time, or else the next ones of the last forward, up to the prefetch limit.
-    fn read_ahead(
-        &mut self,
-        root: &Root,
-        generation: &Generation,
-        is_first: bool,
-    ) -> Result<(), Error> {
-        let unit = &generation.unit;
-        let next = match unit.listed_after(Operation::UnshardForward(unit.position())) {
-            Some(listed) if is_first => listed.into_iter().filter_map(Operation::unit).collect(),
-            Some(_) => Vec::new(),
-            None => self.reading.expected(root.prefetch()),
-        };
-        for unit in next {
-            let copies = root.copies(unit);
-            let next = copies.and_then(|copies| copies.of_pass(generation.epoch()));
-            if let Some(next) = next.filter(|next| next.life.is_sharded()) {
-                root.start_gather(&next, Operation::UnshardForward(unit))?;
-                self.reading.ahead.push(Arc::downgrade(&next));
-            }
-        }
-        Ok(())
     }
 }
