@@ -237,9 +237,19 @@ impl Run for EagerRun {
             .plan()
             .batch(Case::place_of_evaluation(end), &Device::flex());
         let valid = net.valid().dropping();
-        let loss = catch(|| self.plan().loss(&valid, batch, || {}))?;
+        let loss = || {
+            let loss = catch(|| self.plan().loss(&valid, batch.clone(), || {}))?;
+            Ok::<_, Error>(loss.into_scalar::<f32>())
+        };
+        // The second forward gathers ahead along the first.
+        let [loss, again] = [loss()?, loss()?];
+        assert_eq!(
+            loss.to_bits(),
+            again.to_bits(),
+            "two forwards without autodiff"
+        );
         self.net = Some(net);
-        Ok(loss.into_scalar::<f32>())
+        Ok(loss)
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, Error> {
