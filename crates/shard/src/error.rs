@@ -448,7 +448,7 @@ pub enum Error {
     /// A moving average that would be kept in 16 bits.
     #[error(
         "`{path}` has type {dtype:?} and belongs to no unit, so its average would be kept in 16 bits, where it never \
-         moves; store this tensor in 32 bits"
+         moves; store this tensor in 32 bits, without `ShardPolicy::buffer_type`"
     )]
     Average {
         /// Path of the tensor.

@@ -1,5 +1,6 @@
 //! The wrapper around a sharded module.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Deref;
 
@@ -9,9 +10,10 @@ use burn::module::{
 };
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fsdp_collectives::AsMesh;
 use burn_fsdp_mesh::Clip;
+use burn_fsdp_tensors::{Batch, cast_floats};
 
 use crate::error::Error;
 use crate::inspect;
@@ -57,6 +59,10 @@ use crate::wrap::fully_shard;
 pub struct FullyShardedDataParallel<M> {
     module: M,
     policy: ShardPolicy,
+    /// The type in which the first parameter that this wrapper sharded computes.
+    input: Option<DType>,
+    /// The type of results, if it is set.
+    output: Option<DType>,
 }
 
 impl<M: Module> FullyShardedDataParallel<M> {
@@ -71,9 +77,54 @@ impl<M: Module> FullyShardedDataParallel<M> {
     /// module's own `map` loses parameters.
     pub fn new(module: M, mesh: &impl AsMesh, policy: ShardPolicy) -> Result<Self, Error> {
         let paths = parameter_paths(&module);
+        let of_children: HashSet<String> = sharded_paths(&module).collect();
         let module = fully_shard(module, mesh, policy.clone())?;
         check_names(&paths, &module)?;
-        Ok(Self { module, policy })
+        let mut fields = inspect::fields(&module).into_iter();
+        let first = fields.find(|(path, _)| !of_children.contains(path));
+        Ok(Self {
+            input: first.map(|(_, member)| member.slot().elements.compute.dtype),
+            output: None,
+            module,
+            policy,
+        })
+    }
+
+    /// Sets the type to which [`call`](Self::call) casts the float tensors of results, like FSDP2's `output_dtype`.
+    /// Default: results keep their types.
+    #[must_use]
+    pub fn output_type(self, dtype: FloatDType) -> Self {
+        Self {
+            output: Some(dtype.into()),
+            ..self
+        }
+    }
+
+    /// Calls the module: runs `forward` with the module and `input`, and returns its result. The float tensors of
+    /// `input` are cast to the type in which the wrapper's parameters compute, like the inputs of a wrapped module in
+    /// PyTorch. Those of the result are cast to the [`output_type`](Self::output_type), if it is set. Integers and
+    /// booleans are unchanged. `input` and the result are tensors or any nesting of tensors, see [`Batch`].
+    ///
+    /// `model.forward(input)` calls the module's own function, without casts. Wrap a submodule and call it in this way to
+    /// compute it in another type than the module around it, for example `BatchNorm` in full precision. Collective like
+    /// `forward`.
+    ///
+    /// ```
+    /// # use burn::{nn::{Linear, LinearConfig}, tensor::{DType, Device, FloatDType, Tensor}};
+    /// # use burn_fsdp_collectives::ProcessGroup;
+    /// # use burn_fsdp_shard::{Error, FullyShardedDataParallel, Precision, ShardPolicy};
+    /// let device = Device::flex().autodiff().gradient_checkpointing();
+    /// let layer: Linear = LinearConfig::new(4, 2).init(&device);
+    /// let policy = ShardPolicy::new().precision(Precision::new(FloatDType::BF16));
+    /// let layer = FullyShardedDataParallel::new(layer, &ProcessGroup::solo(), policy)?;
+    /// let layer = layer.output_type(FloatDType::F32);
+    /// let output = layer.call(Tensor::<2>::ones([3, 4], &device), |layer, x| layer.forward(x));
+    /// assert_eq!(output.dtype(), DType::F32);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn call<I: Batch, O: Batch>(&self, input: I, forward: impl FnOnce(&M, I) -> O) -> O {
+        let output = forward(&self.module, cast(input, self.input));
+        cast(output, self.output)
     }
 
     /// Returns the sharded module.
@@ -115,10 +166,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         M: 'static,
     {
         let module = stepping::backward_and_step(loss, self.module, optimizer, learning_rate)?;
-        Ok(Self {
-            module,
-            policy: self.policy,
-        })
+        Ok(Self { module, ..self })
     }
 
     /// Calls [`clip_grad_norm`](crate::clip_grad_norm) with the module. Collective.
@@ -150,10 +198,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         body: impl FnOnce(M) -> M,
     ) -> Result<Self, Error> {
         let module = full::summon_full_params(self.module, write_back, body)?;
-        Ok(Self {
-            module,
-            policy: self.policy,
-        })
+        Ok(Self { module, ..self })
     }
 
     /// Calls [`sync_buffers`](crate::sync_buffers) with the module. Collective.
@@ -163,10 +208,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     /// As [`sync_buffers`](crate::sync_buffers).
     pub fn sync_buffers(self, sync: BufferSync) -> Result<Self, Error> {
         let module = buffers::sync_buffers(self.module, sync)?;
-        Ok(Self {
-            module,
-            policy: self.policy,
-        })
+        Ok(Self { module, ..self })
     }
 
     /// Calls [`check_agreement`](crate::check_agreement) with the module. Collective.
@@ -181,8 +223,21 @@ impl<M: Module> FullyShardedDataParallel<M> {
     fn with(self, treat: impl FnOnce(M) -> M) -> Self {
         Self {
             module: treat(self.module),
-            policy: self.policy,
+            ..self
         }
+    }
+}
+
+/// Returns the paths of the parameters that are already sharded.
+fn sharded_paths<M: Module>(module: &M) -> impl Iterator<Item = String> + use<M> {
+    inspect::fields(module).into_iter().map(|(path, _)| path)
+}
+
+/// Casts the float tensors of a nest, if a type is given.
+fn cast<B: Batch>(nest: B, dtype: Option<DType>) -> B {
+    match dtype {
+        Some(dtype) => cast_floats(nest, dtype),
+        None => nest,
     }
 }
 
@@ -238,6 +293,7 @@ impl<M: Module> Module for FullyShardedDataParallel<M> {
         Self {
             module: self.module.valid(),
             policy: self.policy.clone(),
+            ..*self
         }
     }
 

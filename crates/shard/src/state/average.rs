@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_tensors::{self as tensors, is_half};
 
 use crate::error::Error;
 use crate::inspect;
+use crate::path::{self, Location};
 use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
 
 /// Returns the updated moving average: `decay * average + (1 - decay) * model`, element by element.
@@ -65,6 +66,9 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         .into_iter()
         .filter_map(|(path, member)| Some((path, member.generation.exact(member.index)?)))
         .collect();
+    // A policy may have cast running states, whose local state is in the original type.
+    let mut held = Types::default();
+    inspect::visit(&average, &mut held);
     let mut next = HashMap::new();
     let average = load_local_state(average, |tensor| {
         let new = of_model.remove(&tensor.path);
@@ -73,16 +77,19 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         if !tensor.dtype.is_float() {
             return Ok(Some(new.elements.as_bytes().to_vec()));
         }
+        if tensor.part == LocalPart::Own
+            && let Some(&dtype) = held.0.get(&tensor.path)
+            && is_half(dtype)
+        {
+            return Err(Error::Average {
+                path: tensor.path.clone(),
+                dtype,
+            });
+        }
         let old = exact.remove(&tensor.path);
         let sum = averaged(old.unwrap_or_else(|| wide(tensor)), wide(&new), decay);
         let bytes = sum.clone().cast(tensor.dtype).into_data();
         if is_half(tensor.dtype) {
-            if tensor.part == LocalPart::Own {
-                return Err(Error::Average {
-                    path: tensor.path.clone(),
-                    dtype: tensor.dtype,
-                });
-            }
             next.insert(tensor.path.clone(), sum);
         }
         Ok(Some(bytes.as_bytes().to_vec()))
@@ -96,6 +103,16 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         }
     }
     Ok(average)
+}
+
+/// A visitor that collects the types of float tensors, by path.
+#[derive(Default)]
+struct Types(HashMap<String, DType>);
+
+impl path::Visitor for Types {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
+        self.0.insert(place.path(), param.base().dtype());
+    }
 }
 
 /// Returns true if both are the same part of tensors with the same shape and type. A 32-bit average may also differ in

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Lora, Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData};
 use burn_fsdp_shard::{
     Error, ShardPolicy, Strategy, backward, fully_shard, load_local_state, local_state,
     moving_average,
@@ -289,6 +289,23 @@ fn unmanaged_16_bit_tensors_are_named_in_the_error() {
         let refused = moving_average(model.clone(), &model, 0.9).expect_err("it never moves");
         let text = refused.to_string();
         assert!(text.contains("`head.") && text.contains("BF16"), "{text}");
+        Ok(())
+    });
+}
+
+/// The policy casts running states after the module was built.
+#[test]
+fn cast_running_states_are_named_in_the_error() {
+    on_ranks(2, |world| {
+        let policy = ShardPolicy::new().buffer_type(FloatDType::BF16);
+        let model = build(CONV_NET, &world, &device(), policy)?;
+        match moving_average(model.clone(), &model, DECAY) {
+            Err(Error::Average { path, dtype }) => {
+                assert!(path.ends_with("running_mean"), "{path}");
+                assert_eq!(dtype, DType::BF16);
+            }
+            other => panic!("averaged in 16 bits: {:?}", other.err()),
+        }
         Ok(())
     });
 }

@@ -18,6 +18,7 @@ mod auto;
 mod average;
 mod buffer_types;
 mod buffers;
+mod called;
 mod clip;
 mod elementwise;
 mod fake;
