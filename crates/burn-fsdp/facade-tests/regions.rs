@@ -12,6 +12,7 @@ use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{Mode, Options, compile};
 use burn_fsdp::internals::compile::graph::Phase;
+use burn_fsdp::internals::sharding::offload_activations;
 use burn_fsdp::state::into_record;
 use burn_fsdp::{
     Error, LaunchConfig, ProcessGroup, ShardPolicy, Strategy, backward, catch, fully_shard, launch,
@@ -22,6 +23,12 @@ const DIM: usize = 7;
 const ROWS: usize = 5;
 const STEPS: usize = 4;
 const RATE: f64 = 0.2;
+
+/// A backend that is not the host's.
+#[allow(deprecated, reason = "there is no other second backend on the CPU")]
+fn elsewhere() -> Device {
+    Device::ndarray()
+}
 
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
@@ -298,7 +305,17 @@ fn assert_drawn(masks: &[Vec<TensorData>]) {
 }
 
 fn trained(world: &ProcessGroup, probability: f64, policy: &ShardPolicy) -> Result<Seen, Error> {
-    let device = Device::flex().autodiff().gradient_checkpointing();
+    trained_on(&Device::flex(), world, probability, policy)
+}
+
+/// Trains on a device, with the inputs of regions on the host until backward.
+fn trained_on(
+    device: &Device,
+    world: &ProcessGroup,
+    probability: f64,
+    policy: &ShardPolicy,
+) -> Result<Seen, Error> {
+    let device = device.clone().autodiff().gradient_checkpointing();
     let mut model = fully_shard(Net::new(probability, &device), world, policy.clone())?;
     let mut optimizer: ModuleOptimizer = SgdConfig::new().init();
     let mut seen = Seen {
@@ -308,7 +325,8 @@ fn trained(world: &ProcessGroup, probability: f64, policy: &ShardPolicy) -> Resu
     };
     for step in 0..STEPS {
         let x = batch(step, world.rank(), &device);
-        let (loss, outputs) = catch(|| model.loss(x, &How::Region))?;
+        let forward = || catch(|| model.loss(x, &How::Region));
+        let (loss, outputs) = offload_activations(Device::flex(), forward)??;
         let masks = outputs.iter().map(|output| mask(output, probability));
         seen.masks.push(masks.collect());
         drop(outputs);
@@ -330,15 +348,37 @@ fn policies() -> [ShardPolicy; 3] {
     ]
 }
 
+/// A compiled step plans its memory without the host.
+#[test]
+fn compiled_steps_refuse_to_offload_regions() {
+    let _alone = alone();
+    let world = ProcessGroup::solo();
+    let refused = offload_activations(Device::flex(), || {
+        catch(|| compiled(&world, &How::Region, Options::default()).map(drop))
+    });
+    let message = match refused {
+        Ok(Err(error)) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    assert!(message.contains("a region of a compiled step"), "{message}");
+    assert!(message.contains("`Options::recompute_units`"), "{message}");
+    let kept = offload_activations(Device::flex(), || {
+        compiled(&world, &How::Kept, Options::default()).map(drop)
+    });
+    kept.expect("the CPU backend").expect("no region");
+}
+
 /// The mask of a region is the same in backward, and its BatchNorm counts a batch once.
 #[test]
 fn dropout_repeats_its_mask_if_each_rank_is_a_process() {
     let _alone = alone();
     for policy in policies() {
-        let seen = trained(&ProcessGroup::solo(), 0.4, &policy).expect("trains");
-        assert_drawn(&seen.masks);
-        let want = plainly(std::slice::from_ref(&seen.masks));
-        assert_close("one rank", &seen, &want[0]);
+        for device in [Device::flex(), elsewhere()] {
+            let seen = trained_on(&device, &ProcessGroup::solo(), 0.4, &policy).expect("trains");
+            assert_drawn(&seen.masks);
+            let want = plainly(std::slice::from_ref(&seen.masks));
+            assert_close("one rank", &seen, &want[0]);
+        }
         let launched = launch(LaunchConfig::new(1), move |world| {
             trained(&world, 0.4, &policy)
         });
@@ -381,7 +421,9 @@ fn running_states_are_updated_once() {
         for ranks in 1..=4 {
             let own = policy.clone();
             let seen = launch(LaunchConfig::new(ranks), move |world| {
-                trained(&world, 0.0, &own)
+                // On ranks of an even number, the inputs of regions move.
+                let device = [elsewhere(), Device::flex()][world.size() % 2].clone();
+                trained_on(&device, &world, 0.0, &own)
             });
             let seen = seen.unwrap_or_else(|error| panic!("{error}"));
             let masks: Vec<_> = seen.iter().map(|seen| seen.masks.clone()).collect();

@@ -8,13 +8,13 @@
 //! Most modules complete the stable module of the same name. [`collectives`], [`mesh`], [`device`] and [`testing`]
 //! exist only here.
 
-/// Rarely used parts of a [`ShardPolicy`](crate::ShardPolicy), sharding of values that each rank reads, a wrapper that
-/// holds a module and its policy, and the error of the eager engine.
+/// Rarely used parts of a [`ShardPolicy`](crate::ShardPolicy), sharding of values that each rank reads, activations on
+/// the host, a wrapper that holds a module and its policy, and the error of the eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
         Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
         ParameterShard, PendingTensors, ReduceGroup, ReductionStage, ShardFileError, UnitGather,
-        UnitReduction, fully_shard_from,
+        UnitReduction, fully_shard_from, offload_activations,
     };
 }
 

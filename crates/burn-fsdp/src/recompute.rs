@@ -1,12 +1,13 @@
 //! Activation checkpointing, in both engines.
 
 use burn::module::Module;
-use burn_fsdp_shard::region_device;
+use burn_fsdp_shard::{refuse_offload_in_trace, region_device};
 use burn_fsdp_spmd::Batch;
 use burn_fsdp_spmd::trace::{is_traced, traced_region};
 
 /// Runs `forward(module, input)`, and keeps only `input` for backward, which recomputes the rest. This saves the
-/// activations of the region at the cost of a second forward.
+/// activations of the region at the cost of a second forward. `internals::sharding::offload_activations` also moves
+/// `input` to the host until then.
 ///
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
 /// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block.
@@ -62,7 +63,10 @@ where
         None
     };
     match device {
-        Some(device) => traced_region(&device, || forward(module, input)),
+        Some(device) => {
+            refuse_offload_in_trace();
+            traced_region(&device, || forward(module, input))
+        }
         None => burn_fsdp_shard::recompute(module, input, forward),
     }
 }

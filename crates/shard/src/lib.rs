@@ -42,15 +42,16 @@
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, shards rank 0's values, and attaches a
 //!   `ShardedParam` to each parameter, or a `TiedParam` to a clone of one.
 //! - `unmanaged`: detects trained parameters that no unit would reduce.
-//! - `nest` (inputs and outputs of a region), `recompute` (activation checkpointing), `numbers` (repeats the random
-//!   numbers of a region), `leaves` (autodiff leaves that ranks share), `step` ([`backward`]) and `stepping`
-//!   ([`backward_and_step`]).
+//! - `activations` (inputs of regions on the host), `nest` (inputs and outputs of a region), `recompute` (activation
+//!   checkpointing), `numbers` (repeats the random numbers of a region), `leaves` (autodiff leaves that ranks share),
+//!   `step` ([`backward`]) and `stepping` ([`backward_and_step`]).
 //! - `wrapper`: a module type that has the most common functions as methods.
 //!
 //! A file imports only from parts listed before its own, and there are no import cycles.
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] report the result of sharding.
 
+mod activations;
 mod adapter;
 mod ambient;
 mod audit;
@@ -96,6 +97,7 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
+pub use activations::{offload_activations, refuse_offload_in_trace};
 pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
 pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{DType, Device, Gradients, Int, Tensor};
-use burn_fsdp_tensors::{Batch, FloatMapper, map_floats};
+use burn_fsdp_tensors::{Batch, FloatMapper, Staging, map_floats};
 
+use crate::activations::moved;
 use crate::device::tracked;
 use crate::error::Error;
 use crate::op;
@@ -58,6 +59,14 @@ pub(crate) struct Inputs<I> {
     nest: I,
     /// For each float tensor: its device, and its node if it has a gradient.
     floats: Vec<(Device, Option<InputNode>)>,
+    away: Option<Away>,
+}
+
+/// The way back of inputs that wait on the host.
+struct Away {
+    /// The device of each tensor.
+    devices: Vec<Device>,
+    staging: Arc<Staging>,
 }
 
 impl<I: Batch> Inputs<I> {
@@ -87,7 +96,20 @@ impl<I: Batch> Inputs<I> {
         };
         let nest = map_floats(nest, &mut attach);
         let Attach { token, floats } = attach;
-        (token, Self { nest, floats })
+        let inputs = Self {
+            nest,
+            floats,
+            away: None,
+        };
+        (token, inputs)
+    }
+
+    /// Returns the inputs on the host, from which [`again`](Self::again) copies them back. Counts the copies in
+    /// `staging`.
+    pub(crate) fn offloaded(self, host: Device, staging: Arc<Staging>) -> Self {
+        let (nest, devices) = moved(self.nest, std::iter::repeat(host), &staging);
+        let away = Some(Away { devices, staging });
+        Self { nest, away, ..self }
     }
 
     /// Returns the inputs for the second forward. Those that had gradients are leaves.
@@ -104,7 +126,12 @@ impl<I: Batch> Inputs<I> {
                 }
             }
         }
-        map_floats(self.nest.clone(), &mut Again(self.floats.iter()))
+        let nest = self.nest.clone();
+        let nest = match &self.away {
+            Some(away) => moved(nest, away.devices.iter().cloned(), &away.staging).0,
+            None => nest,
+        };
+        map_floats(nest, &mut Again(self.floats.iter()))
     }
 
     /// Returns the gradients of the leaves that [`again`](Self::again) returned.

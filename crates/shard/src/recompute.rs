@@ -18,6 +18,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Gradients, Tensor};
 use burn_fsdp_tensors::Batch;
 
+use crate::activations;
 use crate::ambient::{self, Purpose};
 use crate::device::tracked;
 use crate::inspect;
@@ -42,7 +43,8 @@ fn copy<M: Module>(module: &M) -> M {
 }
 
 /// Runs `forward(module, input)`; backward keeps only `input` and recomputes the rest. This saves the memory of the
-/// region's activations at the cost of a second forward.
+/// region's activations at the cost of a second forward. [`offload_activations`](crate::offload_activations) also moves
+/// `input` to the host until then.
 ///
 /// Checkpoint one unit at a time: the full weights of all units in a region exist together in its backward.
 /// With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once around each block. A region that
@@ -106,7 +108,11 @@ where
     let token = tokens.reduce(|joined, token| op::attach(joined, token).0);
     // If no unit is used, the region is attached to a new leaf, because its inputs need not have gradients.
     let token = token.unwrap_or_else(|| Tensor::zeros([1], &device).require_grad());
-    let (token, inputs) = Inputs::attached(input, token);
+    let (token, mut inputs) = Inputs::attached(input, token);
+    if let Some(host) = activations::host() {
+        let counter = touched.first().map(|touched| touched.by.staging());
+        inputs = inputs.offloaded(host, counter.unwrap_or_default());
+    }
     let samples = nest::samples(output.clone());
     let outputs = Outputs::of(samples.len());
     let region = Checkpointed {

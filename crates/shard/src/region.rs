@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, Tensor};
+use burn_fsdp_tensors::Staging;
 use parking_lot::Mutex;
 
 use crate::ambient::{self, Purpose};
@@ -69,6 +70,9 @@ impl OutputGradient {
 pub(crate) trait Recomputed: Send + Sync {
     /// Ends the second forward of the region.
     fn end_recomputation(&self);
+
+    /// Returns the counter for copies of the region's inputs.
+    fn staging(&self) -> Arc<Staging>;
 }
 
 /// One use of a unit in a forward, as its regions and its nodes outside of regions share it.

@@ -1,8 +1,8 @@
 //! A unit: the parameters that are gathered, freed and reduced together.
 
 use std::ops::Deref;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
@@ -67,7 +67,7 @@ pub(crate) struct Unit {
     /// Position of the unit in its root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
-    pub(crate) staging: Staging,
+    pub(crate) staging: Arc<Staging>,
     /// Whether a module's optimizer has been tried, at the index of the module's first slot.
     tried: Vec<AtomicBool>,
 }
@@ -117,7 +117,7 @@ impl Unit {
             },
             index: AtomicUsize::new(0),
             stride: AtomicUsize::new(FIRST_STRIDE),
-            staging: Staging::default(),
+            staging: Arc::default(),
             tried: spec.slots.iter().map(|_| AtomicBool::new(false)).collect(),
             spec,
         }

@@ -5,6 +5,7 @@ use std::iter::Sum;
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{Account, Source};
 use burn_ir::{BackendIr, HandleKind};
@@ -18,9 +19,9 @@ use crate::take;
 /// checkpoints, records and whole states are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staged {
-    /// Shards and gradients read back for sending.
+    /// Shards and gradients read back for sending, and inputs of regions that wait on the host.
     pub to_host: Transfers,
-    /// Full parameters and reduced gradients copied to the device.
+    /// Full parameters and reduced gradients copied to the device, and inputs of regions that return to it.
     pub to_device: Transfers,
 }
 
@@ -118,12 +119,16 @@ impl Staging {
     }
 
     /// Returns the tensor on `device`, copied if necessary.
-    pub fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
+    pub fn moved<const D: usize, K: Basic>(
+        &self,
+        tensor: Tensor<D, K>,
+        device: &Device,
+    ) -> Tensor<D, K> {
+        let num_bytes = tensor.shape().num_elements() * tensor.dtype().size();
         if is_host(&tensor.device()) {
-            self.arrives(
-                tensor.shape().num_elements() * tensor.dtype().size(),
-                device,
-            );
+            self.arrives(num_bytes, device);
+        } else if is_host(device) {
+            self.to_host.add(num_bytes);
         }
         tensor.to_device(device)
     }

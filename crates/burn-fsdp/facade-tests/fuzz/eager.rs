@@ -9,7 +9,7 @@ use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::inspect::units;
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
 use burn_fsdp::internals::optim::backward_and_step;
-use burn_fsdp::internals::sharding::{Audit, FullGradient, ParameterShard};
+use burn_fsdp::internals::sharding::{Audit, FullGradient, ParameterShard, offload_activations};
 use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
@@ -100,12 +100,16 @@ impl EagerRun {
             layers => left.set(layers.map(|layers| layers - 1)),
         };
         let loss = catch(|| {
-            if self.eager.recomputes {
-                self.plan().loss_recomputed(net, batch, each)
-            } else {
-                self.plan().loss(net, batch, each)
+            if !self.eager.recomputes {
+                return Ok(self.plan().loss(net, batch, each));
             }
-        })?;
+            let recomputed = || self.plan().loss_recomputed(net, batch, each);
+            if self.eager.offloads {
+                offload_activations(Device::flex(), recomputed)
+            } else {
+                Ok(recomputed())
+            }
+        })??;
         Ok(loss / self.case.micro_batches as f64)
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
+use burn_fsdp_tensors::Staging;
 
 use super::access::{Access, Finish, UnitEnd};
 use super::pass::{Pass, Place, Recomputation, Use};
@@ -152,6 +153,11 @@ impl Root {
 impl Recomputed for Root {
     fn end_recomputation(&self) {
         self.progress().uses.again = None;
+    }
+
+    fn staging(&self) -> Arc<Staging> {
+        let unit = self.units().into_iter().next();
+        unit.map(|unit| unit.staging.clone()).unwrap_or_default()
     }
 }
 

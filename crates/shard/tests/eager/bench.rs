@@ -88,7 +88,17 @@ pub(crate) fn optimizer() -> ModuleOptimizer {
 
 /// Trains without sharding on the joined batch of `ranks` ranks.
 pub(crate) fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, steps: usize) -> Outcome {
-    let device = plain_device().autodiff();
+    plainly_on(&plain_device(), case, ranks, steps)
+}
+
+/// Trains without sharding on a device.
+pub(crate) fn plainly_on<M: Module + 'static>(
+    device: &Device,
+    case: Case<M>,
+    ranks: usize,
+    steps: usize,
+) -> Outcome {
+    let device = device.clone().autodiff();
     let mut model = seeded((case.build)(&device), SEED);
     let mut optim = optimizer();
     let mut losses = Vec::new();

@@ -13,6 +13,7 @@ mod bench;
 #[path = "../eager/nets.rs"]
 mod nets;
 
+mod activations;
 mod agreement;
 mod auto;
 mod average;

@@ -45,7 +45,7 @@ fn bytes_move_between_a_host_and_another_backend() {
 
 /// A GPU computes, or a stand-in for one.
 #[cfg(any(feature = "ndarray", feature = "wgpu"))]
-mod elsewhere {
+pub(crate) mod elsewhere {
     use std::sync::{Arc, Mutex};
 
     use burn::module::{Module, ModuleVisitor, Param};
@@ -68,7 +68,7 @@ mod elsewhere {
     use super::super::nets::{Block, CONV_NET, RECURRENT, tokens};
     use super::*;
 
-    fn compute() -> Device {
+    pub(crate) fn compute() -> Device {
         let name = if cfg!(feature = "wgpu") {
             "wgpu"
         } else {
