@@ -3,8 +3,8 @@
 //! Burn's CPU backend fills the memory of a result with zeros, copies it to aligned memory, and writes the product
 //! there. In `bf16`, it first converts the operands to 32-bit copies, element by element. In 32 bits, this module calls
 //! the same library, but writes a product only once, with the same bits. In `bf16`, it sums in 32 bits and rounds once.
-//! Processors with fast `bf16` instructions multiply directly. Others multiply 32-bit copies of a part of each factor
-//! at a time.
+//! Processors with fast `bf16` instructions multiply directly. Others widen a part of each factor at a time and multiply
+//! in 32 bits.
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;

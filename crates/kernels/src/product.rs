@@ -12,6 +12,8 @@ use bytemuck::Pod;
 use rayon::prelude::*;
 
 use crate::matrix::Matrix;
+use crate::method::HalfProducts;
+use crate::packed;
 use crate::threads::Threads;
 use crate::turned;
 use crate::widened;
@@ -282,13 +284,36 @@ unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Targe
 impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
         // SAFETY: guaranteed by the caller.
+        unsafe { multiply_by(HalfProducts::chosen(), lhs, rhs, out) }
+    }
+}
+
+/// Multiplies two matrices of halves with a method.
+///
+/// # Safety
+///
+/// As for [`Factor::multiply`].
+unsafe fn multiply_by(
+    method: HalfProducts,
+    lhs: Matrix<'_, bf16>,
+    rhs: Matrix<'_, bf16>,
+    out: *mut bf16,
+) {
+    let width = rhs.columns;
+    let store = |row: usize, first: usize, halves: &[bf16]| {
+        debug_assert!(row < lhs.rows && first + halves.len() <= width);
+        // SAFETY: `out` is valid for writes of all rows, as guaranteed by the caller, and is no part of `halves`.
         unsafe {
-            if widened::has_fast_halves() {
-                multiply_halves(lhs, rhs, out)
-            } else {
-                multiply_widened(lhs, rhs, out)
-            }
+            let start = out.add(row * width + first);
+            start.copy_from_nonoverlapping(halves.as_ptr(), halves.len());
         }
+    };
+    match method {
+        // SAFETY: guaranteed by the caller.
+        HalfProducts::Instructions => unsafe { multiply_halves(lhs, rhs, out) },
+        HalfProducts::SmallTiles => packed::multiply::<6, 16>(lhs, rhs, store),
+        HalfProducts::LargeTiles => packed::multiply::<12, 32>(lhs, rhs, store),
+        HalfProducts::Copies => widened::multiply(lhs, rhs, multiply_copies, store),
     }
 }
 
@@ -324,39 +349,22 @@ unsafe fn multiply_halves(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *mu
     }
 }
 
-/// Multiplies 32-bit copies of parts of the factors.
-///
-/// # Safety
-///
-/// As for [`Factor::multiply`].
-unsafe fn multiply_widened(lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>, out: *mut bf16) {
-    let width = rhs.columns;
-    let product = |lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, sums: &mut [f32], adds: bool| {
-        assert_eq!(sums.len(), lhs.rows * rhs.columns, "one sum an element");
-        let into = Target {
-            elements: sums.as_mut_ptr(),
-            row_stride: rhs.columns,
-            adds,
-        };
-        // SAFETY: the sums have the size of the result, as asserted above, and are initialized.
-        unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
+/// Multiplies 32-bit copies of parts of the factors, and adds the product to `sums` if the flag is set.
+fn multiply_copies(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, sums: &mut [f32], adds: bool) {
+    assert_eq!(lhs.columns, rhs.rows, "the inner sizes must be equal");
+    assert_eq!(sums.len(), lhs.rows * rhs.columns, "one sum an element");
+    let into = Target {
+        elements: sums.as_mut_ptr(),
+        row_stride: rhs.columns,
+        adds,
     };
-    let store = |row: usize, first: usize, halves: &[bf16]| {
-        debug_assert!(row < lhs.rows && first + halves.len() <= width);
-        // SAFETY: `out` is valid for writes of all rows, as guaranteed by the caller, and is no part of `halves`.
-        unsafe {
-            let start = out.add(row * width + first);
-            start.copy_from_nonoverlapping(halves.as_ptr(), halves.len());
-        }
-    };
-    widened::multiply(lhs, rhs, product, store);
+    // SAFETY: the sums have the size of the result, as asserted above, and are initialized.
+    unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    type Multiply = unsafe fn(Matrix<'_, bf16>, Matrix<'_, bf16>, *mut bf16);
 
     fn halves(len: usize, seed: usize) -> Vec<bf16> {
         let value = |at: usize| (((at + seed) * 7919 % 1013) as f32 - 506.0) / 307.0;
@@ -367,11 +375,19 @@ mod tests {
         if is_turned { [1, rows] } else { [columns, 1] }
     }
 
-    /// Compares both methods, regardless of the processor, with sums in 64 bits. The sizes have one part or several,
-    /// with narrow ends.
+    fn product(method: HalfProducts, lhs: Matrix<'_, bf16>, rhs: Matrix<'_, bf16>) -> Vec<bf16> {
+        assert_eq!(lhs.columns, rhs.rows);
+        let mut out = vec![bf16::NAN; lhs.rows * rhs.columns];
+        // SAFETY: the result has the rows of the left factor and the columns of the right one.
+        unsafe { multiply_by(method, lhs, rhs, out.as_mut_ptr()) };
+        out
+    }
+
+    /// Forces each method, regardless of the processor, and compares it with sums in 64 bits. The sizes have one part
+    /// or several, with narrow ends.
     #[test]
-    fn both_methods_for_halves_match_64_bits() {
-        for method in [multiply_halves as Multiply, multiply_widened] {
+    fn all_methods_for_halves_match_64_bits() {
+        for method in HalfProducts::ALL {
             for [m, k, n] in [
                 [1, 1, 1],
                 [3, 2049, 530],
@@ -385,9 +401,7 @@ mod tests {
                     let (left, right) = (halves(m * k, 1), halves(k * n, 2));
                     let lhs = Matrix::new(&left, [m, k], strides(turned_lhs, [m, k]));
                     let rhs = Matrix::new(&right, [k, n], strides(turned_rhs, [k, n]));
-                    let mut out = vec![bf16::NAN; m * n];
-                    // SAFETY: the result has the rows of the left factor and the columns of the right one.
-                    unsafe { method(lhs, rhs, out.as_mut_ptr()) };
+                    let out = product(method, lhs, rhs);
                     let at = |matrix: Matrix<'_, bf16>, row: usize, column: usize| {
                         let [rows, columns] = matrix.strides;
                         matrix.elements[row * rows + column * columns].to_f64()
@@ -403,8 +417,37 @@ mod tests {
                         let difference = (found.to_f64() - exact).abs();
                         assert!(
                             difference <= allowed,
-                            "{found} is not {exact} of {m}, {k}, {n}"
+                            "{method:?}: {found} is not {exact} of {m}, {k}, {n}"
                         );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Otherwise ranks that choose different tiles would compute different bits.
+    #[test]
+    fn tiles_have_the_bits_of_chains_of_fused_additions() {
+        for [m, k, n] in [[1, 1, 1], [25, 33, 70], [1300, 450, 20], [30, 1500, 600]] {
+            for [turned_lhs, turned_rhs] in [[false; 2], [true, false], [false, true], [true; 2]] {
+                let (left, right) = (halves(m * k, 1), halves(k * n, 2));
+                let lhs = Matrix::new(&left, [m, k], strides(turned_lhs, [m, k]));
+                let rhs = Matrix::new(&right, [k, n], strides(turned_rhs, [k, n]));
+                let at = |matrix: Matrix<'_, bf16>, row: usize, column: usize| {
+                    let [rows, columns] = matrix.strides;
+                    matrix.elements[row * rows + column * columns].to_f32()
+                };
+                let sum = |row: usize, column: usize| {
+                    let add = |sum, i| at(lhs, row, i).mul_add(at(rhs, i, column), sum);
+                    bf16::from_f32((0..k).fold(0.0, add))
+                };
+                let [small, large] = [HalfProducts::SmallTiles, HalfProducts::LargeTiles]
+                    .map(|method| product(method, lhs, rhs));
+                assert!(small == large, "{m}, {k}, {n}");
+                // Some rows and columns, because all of them would take long.
+                for row in (0..m).step_by(m / 20 + 1) {
+                    for column in (0..n).step_by(n / 20 + 1) {
+                        assert_eq!(small[row * n + column], sum(row, column), "{m}, {k}, {n}");
                     }
                 }
             }

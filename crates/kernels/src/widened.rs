@@ -1,13 +1,10 @@
-//! Products of halves as products of 32-bit copies of their parts.
+//! Products of halves as products of 32-bit copies of their parts, for processors on which tiles would be slow.
 //!
-//! Without fast instructions for halves, the library for halves takes up to twice the time of a product in 32 bits,
-//! because it converts each half for every block of the result. Here parts of the factors are copied to 32 bits, and
-//! the library for 32-bit floats multiplies the copies. Each copy serves hundreds of rows or columns and is then
-//! replaced, so the memory for copies does not depend on the size of the product. The sums stay in 32 bits, and each is
-//! rounded once.
+//! Parts of the factors are copied to 32 bits, and the library for 32-bit floats multiplies the copies. Each copy serves
+//! hundreds of rows or columns and is then replaced, so the memory for copies does not depend on the size of the
+//! product. The sums stay in 32 bits, and each is rounded once.
 
 use std::ops::Range;
-use std::sync::LazyLock;
 
 use burn::tensor::bf16;
 
@@ -32,29 +29,6 @@ struct Part {
 /// Number of rows or columns for which the library may use another method, whose sums round differently. No part is
 /// that narrow unless the whole product is.
 const FEW: usize = 16;
-
-/// Returns true if this processor has instructions that multiply halves (AVX512-BF16) faster than 32-bit floats.
-///
-/// The answer depends only on the processor, not on a measurement, because ranks on equal processors must compute the
-/// same bits. Processors with AMX also have AVX512-BF16, but their vector units multiply halves no faster than 32-bit
-/// floats, for which the library is better.
-pub(crate) fn has_fast_halves() -> bool {
-    static HAS: LazyLock<bool> = LazyLock::new(detect);
-    *HAS
-}
-
-#[cfg(target_arch = "x86_64")]
-fn detect() -> bool {
-    /// Bit of `edx` in leaf 7 of the processor's identification: AMX-BF16.
-    const AMX_BF16: u32 = 1 << 22;
-    std::arch::is_x86_feature_detected!("avx512bf16")
-        && std::arch::x86_64::__cpuid_count(7, 0).edx & AMX_BF16 == 0
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn detect() -> bool {
-    true
-}
 
 /// Computes a product part by part. `product` computes the product of 32-bit factors, and adds it to the last argument
 /// if the flag is set. `store` receives a row's index, the first column, and the row's rounded sums from there on.

@@ -87,6 +87,7 @@ mod stages;
 pub mod trace;
 mod transform;
 
+pub use burn_fsdp_kernels::HalfProducts;
 pub use burn_fsdp_mesh::{LossScalerState, LossScaling, Strategy};
 pub use certificate::{Certificate, prove};
 pub use compile::{

@@ -1,11 +1,12 @@
 //! The trainer that runs a compiled step.
 
+use std::any::TypeId;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::backend::Flex;
 use burn::module::Module;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
@@ -13,8 +14,8 @@ use burn_fsdp::internals::compile::graph::Graph;
 use burn_fsdp::internals::compile::passes::Units;
 use burn_fsdp::internals::compile::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp::internals::compile::{
-    BackendIr, Certificate, Error, LazyLora, ShardSpec, certify_at, compile_on, kernels,
-    restore_compiled_matching, snapshot_compiled_matching,
+    BackendIr, Certificate, Error, HalfProducts, LazyLora, ShardSpec, certify_at, compile_on,
+    kernels, restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::internals::plan::{BudgetError, Size, fit};
 use burn_fsdp::internals::testing::At;
@@ -481,6 +482,12 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
 
     fn recomputed_units(&self) -> &[String] {
         &self.recomputed
+    }
+
+    fn half_products(&self) -> Option<String> {
+        let has_halves = self.config.sharding.precision.compute() == Some(FloatDType::BF16);
+        let has_kernels = TypeId::of::<Be>() == TypeId::of::<Flex>();
+        (has_halves && has_kernels).then(|| HalfProducts::chosen().to_string())
     }
 
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError> {

@@ -33,6 +33,8 @@ pub(crate) struct RankOutcome {
     pub(crate) failure: Option<String>,
     /// Units that are recomputed in backward to meet the memory budget.
     pub(crate) recomputed_units: Vec<String>,
+    /// Method of products in `bf16`, if the compiler chose one.
+    pub(crate) half_products: Option<String>,
     /// Warnings about the sharding.
     pub(crate) warnings: Vec<String>,
     /// Events of the traced step.
@@ -80,6 +82,7 @@ impl RankOutcome {
             staged: [0, 0],
             collectives: Collectives::default(),
             recomputed_units: Vec::new(),
+            half_products: None,
             warnings: Vec::new(),
             trace: Vec::new(),
             products_per_s: None,

@@ -92,6 +92,7 @@ pub(crate) fn train(
     result.state_bytes = trainer.state_bytes()?;
     result.warnings.extend(trainer.warnings()?);
     result.recomputed_units = trainer.recomputed_units().to_vec();
+    result.half_products = trainer.half_products();
     if !result.interrupted && result.failure.is_none() {
         result.sample = trainer.sample()?;
         result.products_per_s = products(config, world)?;

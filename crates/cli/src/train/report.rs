@@ -66,6 +66,8 @@ pub(crate) struct Report {
     pub(crate) collectives: Collectives,
     /// Units that are recomputed in backward to meet the memory budget.
     pub(crate) recomputed_units: Vec<String>,
+    /// Method of matrix products in `bf16`, if the compiler chose one.
+    pub(crate) products: Option<String>,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
     /// The newest step that this run saved in --checkpoint-dir.
@@ -113,6 +115,7 @@ impl Report {
             peak_rss_bytes.extend(host::peak_rss_bytes());
         }
         let warnings = warnings(config, &results);
+        let products = first.and_then(|first| first.half_products.clone());
         let recomputed_units = results.first_mut();
         let recomputed_units =
             recomputed_units.map(|rank| std::mem::take(&mut rank.recomputed_units));
@@ -159,6 +162,7 @@ impl Report {
             start_rss_bytes,
             collectives: collectives.unwrap_or_default(),
             recomputed_units: recomputed_units.unwrap_or_default(),
+            products,
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),
             saved_step,

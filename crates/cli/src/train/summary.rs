@@ -63,6 +63,9 @@ impl fmt::Display for Report {
             let units = self.recomputed_units.join(", ");
             writeln!(f, "recomputed {units}, to stay within the memory budget")?;
         }
+        if let Some(products) = &self.products {
+            writeln!(f, "products   {products}")?;
+        }
         if !self.losses.is_empty() {
             writeln!(f, "curve      {}", self.curve)?;
         }

@@ -59,6 +59,11 @@ pub(crate) trait Trainer {
         &[]
     }
 
+    /// Returns the method of products in `bf16`; `None` if Burn computes the products.
+    fn half_products(&self) -> Option<String> {
+        None
+    }
+
     /// Generates the sample text with the trained model; `None` if no sample is requested.
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError>;
 }

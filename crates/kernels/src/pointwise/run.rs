@@ -307,10 +307,12 @@ impl Kernel for Run<'_> {
             }
             Target::Half(halves) => {
                 let mut floats = block();
+                let is_input = self.sources.iter().any(|of| matches!(of, Source::Result));
                 for (number, halves) in halves.chunks_mut(BLOCK).enumerate() {
                     let floats = &mut floats[..halves.len()];
-                    // An input may share this memory.
-                    widen_into(halves, floats);
+                    if is_input {
+                        widen_into(halves, floats);
+                    }
                     self.block(self.start + number * BLOCK, floats, &mut blocks);
                     narrow_into(floats, halves);
                 }
@@ -354,7 +356,8 @@ impl Run<'_> {
                 None => &mut *out,
             };
             apply(step.operation, operands, to);
-            if self.is_half {
+            // The last step is rounded when it is stored.
+            if self.is_half && index < last {
                 round(to);
             }
             if let (Some(register), Some(own)) = (register, own) {
