@@ -5,11 +5,14 @@ use std::mem::take;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Int, Tensor};
 
+/// The least room, in tokens, that is added to a cache without room.
+const MIN_ROOM: usize = 16;
+
 /// The keys and values of all tokens so far, for each block.
 /// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues from them.
 ///
 /// A cache belongs to one model and one batch of sequences of equal length. Each token adds
-/// `2 * blocks * batch * kv_heads * head_dim` elements. Sequences of unequal lengths have a cache each, and
+/// `2 * blocks * batch * kv_heads * head_dim` elements. There is room for up to a quarter more tokens, or for 16. Sequences of unequal lengths have a cache each, and
 /// [`LanguageModel::next_logits_of_each`](crate::LanguageModel::next_logits_of_each) runs them together.
 #[derive(Debug, Clone, Default)]
 pub struct KeyValueCache {
@@ -31,11 +34,11 @@ impl KeyValueCache {
         self.tokens.as_ref().map_or(0, |tokens| tokens.dims()[1])
     }
 
-    /// Returns the number of bytes of all keys and values.
+    /// Returns the number of bytes of all keys and values, with the room for later ones.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        let kept = self.blocks.iter().flatten();
-        let tensors = kept.flat_map(|(keys, values)| [keys, values]);
+        let rows = self.blocks.iter().flatten();
+        let tensors = rows.filter_map(|rows| rows.tensor.as_ref());
         let bytes = tensors.map(|tensor| tensor.shape().num_elements() * tensor.dtype().size());
         bytes.sum()
     }
@@ -54,9 +57,40 @@ impl KeyValueCache {
     }
 }
 
-/// The keys and values of one batch in one block, each `[batch, kv_heads, time, head_dim]`; `None` before the first
-/// token.
-type Kept = Option<(Tensor<4>, Tensor<4>)>;
+/// The keys and the values of one batch in one block.
+type Kept = [GrowingRows; 2];
+
+/// Rows that grow in place along `time`, so a new token does not copy all earlier ones.
+#[derive(Debug, Clone, Default)]
+struct GrowingRows {
+    /// `[batch, kv_heads, time, head_dim]`, followed by room for more along `time`. `None` before the first token.
+    tensor: Option<Tensor<4>>,
+    time: usize,
+}
+
+impl GrowingRows {
+    /// Adds new rows, and returns all of them.
+    fn add(&mut self, new: Tensor<4>) -> Tensor<4> {
+        let [batch, heads, added, width] = new.dims();
+        let before = self.time;
+        self.time += added;
+        let tensor = match self.tensor.take() {
+            None => new,
+            Some(tensor) if self.time <= tensor.dims()[2] => {
+                let place = [0..batch, 0..heads, before..self.time, 0..width];
+                tensor.slice_assign(place, new)
+            }
+            Some(tensor) => {
+                let room = new.clone().narrow(2, 0, 1).zeros_like();
+                let room = room.repeat_dim(2, (self.time / 4).max(MIN_ROOM));
+                Tensor::cat(vec![tensor.narrow(2, 0, before), new, room], 2)
+            }
+        };
+        // The clone must be dropped before the next token: rows are only written in place if nothing else has them.
+        self.tensor = Some(tensor.clone());
+        tensor.narrow(2, 0, self.time)
+    }
+}
 
 /// Sequences of equal length, and the new tokens of each.
 ///
@@ -91,7 +125,7 @@ impl KeyValues {
         let group = |Continuation { tokens, cache }: &mut Continuation<'_>| {
             let [batch, time] = tokens.dims();
             if cache.blocks.len() <= index {
-                cache.blocks.resize(index + 1, None);
+                cache.blocks.resize(index + 1, Kept::default());
             }
             let kept = take(&mut cache.blocks[index]);
             Group { kept, batch, time }
@@ -184,7 +218,7 @@ impl KeyValues {
     /// `[batch * time, dim]`. A query sees the keys of its own sequence up to its own position.
     pub(crate) fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
         if self.groups.is_empty() {
-            return attend_to(&mut None, new, scores);
+            return attend_to(&mut Kept::default(), new, scores);
         }
         let mut start = 0;
         let attended = self.groups.iter_mut().map(|group| {
@@ -200,15 +234,9 @@ impl KeyValues {
 /// `[batch * time, dim]`.
 fn attend_to(kept: &mut Kept, new: Heads, scores: Scores) -> Tensor<2> {
     let [batch, time, heads, head_dim] = new.queries.dims();
-    let (keys, values) = (new.keys.swap_dims(1, 2), new.values.swap_dims(1, 2));
-    let (keys, values) = match kept.take() {
-        None => (keys, values),
-        Some((before, values_before)) => (
-            Tensor::cat(vec![before, keys], 2),
-            Tensor::cat(vec![values_before, values], 2),
-        ),
-    };
-    *kept = Some((keys.clone(), values.clone()));
+    let [kept_keys, kept_values] = kept;
+    let keys = kept_keys.add(new.keys.swap_dims(1, 2));
+    let values = kept_values.add(new.values.swap_dims(1, 2));
     let [_, kv_heads, all, _] = keys.dims();
     let group = heads / kv_heads;
     // The queries of one key head are rows of one matrix, so keys are not repeated.

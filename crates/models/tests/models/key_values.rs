@@ -106,7 +106,10 @@ fn assert_equal_generation<A: Architecture>(sizes: A, bytes_of_token: usize) {
         }
         assert_eq!(likeliest(&got), likeliest(&want));
         assert_eq!(cache.num_tokens(), tokens[0].len());
-        assert_eq!(cache.num_bytes(), bytes_of_token * tokens[0].len());
+        // The cache has room for more tokens.
+        let least = bytes_of_token * tokens[0].len();
+        let most = bytes_of_token * (tokens[0].len() + 16);
+        assert!((least..=most).contains(&cache.num_bytes()));
         chosen.push(likeliest(&got)[0]);
         let again = if tokens[0].len() == 9 { 3 } else { 1 };
         for (row, next) in tokens.iter_mut().zip(likeliest(&got)) {
