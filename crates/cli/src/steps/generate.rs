@@ -217,8 +217,8 @@ impl Job {
         })
     }
 
-    /// Generates on one rank, which returns the answers of all. A unit is gathered only while it is used, so at most one
-    /// unit is whole at a time. Collective.
+    /// Generates on one rank, and returns all answers. A unit is gathered only while it is used, so at most one unit
+    /// is whole at a time. Collective.
     fn generate<A: Architecture>(
         &self,
         sizes: A,

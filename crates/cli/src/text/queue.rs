@@ -45,8 +45,8 @@ impl Queue {
         }
     }
 
-    /// Distributes waiting prompts, each to the rank with the fewest, and returns those for `rank`. Every rank must call
-    /// this, so that the queues remain equal.
+    /// Distributes waiting prompts, each to the rank with the fewest, and returns those for `rank`. Every rank calls this,
+    /// so the queues remain equal.
     pub(super) fn next(&mut self, rank: usize) -> Vec<usize> {
         let mut own = Vec::new();
         while self.active.iter().sum::<usize>() < self.batch {

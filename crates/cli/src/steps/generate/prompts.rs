@@ -250,7 +250,7 @@ mod tests {
             (
                 "a.jsonl",
                 "{\"b\": 1, \"a\": 2}",
-                &["line 1", "`prompt`", "`a`, `b`"],
+                &["line 1", "`prompt`", "`a`"],
             ),
             ("a.jsonl", "{}", &["line 1", "no fields"]),
             ("a.jsonl", "[1]", &["line 1", "JSON object", "a list"]),
