@@ -22,7 +22,9 @@ pub(crate) use model::{DataArgs, DataFormat, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 pub(crate) use report::ReportArgs;
-pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
+pub(crate) use steps::{
+    ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg, PromptArgs,
+};
 
 /// Fully sharded training: each rank holds a shard of the parameters, gradients and optimizer state.
 #[derive(Debug, Parser)]

@@ -27,24 +27,19 @@ impl Choice {
     }
 
     /// Chooses the token after `text`. `position`, from 0 to 1, is a point in the cumulative distribution over the
-    /// tokens by id. Returns `None` if the sum of the weights is not finite, as for a model that has diverged.
+    /// tokens by id. Returns `None` if the logits are not valid numbers, as for a model that has diverged.
     pub(crate) fn of(&self, mut logits: Vec<f32>, text: &[i64], position: f64) -> Option<i64> {
         self.penalize(&mut logits, text);
         let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let divisor = if self.temperature > 0.0 {
-            self.temperature
-        } else {
-            1.0
-        };
-        let weight = |logit: &f32| (f64::from(logit - highest) / divisor).exp();
-        let weights: Vec<f64> = logits.iter().map(weight).collect();
-        if !weights.iter().sum::<f64>().is_finite() {
+        if !highest.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
             return None;
         }
         if self.temperature <= 0.0 {
             let likeliest = logits.iter().position(|logit| *logit == highest);
             return likeliest.map(|token| token as i64);
         }
+        let weight = |logit: &f32| (f64::from(logit - highest) / self.temperature).exp();
+        let weights: Vec<f64> = logits.iter().map(weight).collect();
         let allowed = self.allowed(&weights);
         let total: f64 = allowed.iter().map(|token| weights[*token]).sum();
         let mut left = position * total;
@@ -86,8 +81,14 @@ impl Choice {
         if self.top_k.is_none() && self.top_p >= 1.0 {
             return tokens;
         }
-        tokens.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]));
-        tokens.truncate(self.top_k.unwrap_or(usize::MAX));
+        let by_likelihood =
+            |a: &usize, b: &usize| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b));
+        if let Some(most) = self.top_k.filter(|most| (1..tokens.len()).contains(most)) {
+            // Only these are sorted, because a vocabulary may be large.
+            tokens.select_nth_unstable_by(most - 1, by_likelihood);
+            tokens.truncate(most);
+        }
+        tokens.sort_unstable_by(by_likelihood);
         let total: f64 = tokens.iter().map(|token| weights[*token]).sum();
         let mut before = 0.0;
         let is_needed = |token: &usize| {

@@ -1,5 +1,7 @@
 //! The errors of the commands, and their exit codes.
 
+mod prompt;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -8,6 +10,7 @@ use burn_fsdp::internals::collectives::{LaunchError, processes};
 use burn_fsdp::internals::device::DeviceNameError;
 use burn_fsdp_data::DataError;
 use burn_fsdp_models::{ModelConfig, ModelError};
+pub(crate) use prompt::PromptError;
 
 /// The failure of a command.
 #[derive(Debug, thiserror::Error)]
@@ -263,11 +266,8 @@ pub(crate) enum InputError {
     )]
     HasSteps { path: PathBuf },
 
-    #[error("--prompt is empty, or has no tokens; give at least one character to continue")]
-    EmptyPrompt,
-
-    #[error("--stop is empty; give the text before which the generated text ends")]
-    EmptyStop,
+    #[error(transparent)]
+    Prompt(#[from] PromptError),
 
     #[error("there is no model to generate with; name a step, or pass --init FOLDER")]
     NoModel,
@@ -381,7 +381,7 @@ pub(crate) enum InputError {
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
-    #[error("{}: {problem}; --chat-field needs the chat template of a model for chats", path.display())]
+    #[error("{}: {problem}; --chat-field and --chat need the chat template of a model for chats", path.display())]
     ChatFile { path: PathBuf, problem: String },
 
     #[error(transparent)]

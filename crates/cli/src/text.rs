@@ -1,138 +1,148 @@
 //! Text generation by a model.
+//!
+//! - `queue`: which rank continues which prompt, and when.
+//! - `active`: the prompts that one rank continues at the moment.
+//! - `sample`: how prompts are continued, and their answers.
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp::internals::collectives::Error as CollectiveError;
-use burn_fsdp::{ProcessGroup, catch};
-use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
+mod active;
+mod queue;
+mod sample;
 
-use crate::choice::Choice;
+use std::time::Instant;
+
+use burn_fsdp::ProcessGroup;
+use burn_fsdp_models::LanguageModel;
+use serde::{Deserialize, Serialize};
+
 use crate::error::RankError;
-use crate::random::Random;
+use active::Active;
+use queue::Queue;
+pub(crate) use sample::{Answer, Finish, Prompt, Sample};
 
 /// Divisor of the logits. A value below 1 favors likely tokens, which suits models that were trained only briefly.
 pub(crate) const TEMPERATURE: f64 = 0.8;
 
-/// The configuration of a text generation.
-pub(crate) struct Sample<'a> {
-    pub(crate) codec: &'a TextCodec,
-    /// Maximum number of earlier tokens that the model sees.
-    pub(crate) seq: usize,
-    pub(crate) num_tokens: usize,
-    /// Tokens that end the text.
-    pub(crate) ends: Vec<u32>,
-    /// Texts before which the text ends.
-    pub(crate) stops: Vec<String>,
-    pub(crate) seed: u64,
-    pub(crate) choice: Choice,
-    /// The device of the model.
-    pub(crate) device: Device,
+/// The result of a generation.
+#[derive(Debug, Default)]
+pub(crate) struct Generated {
+    /// The answers to all prompts, in order.
+    pub(crate) answers: Vec<Answer>,
+    /// Time from the first forward to the last, in seconds.
+    pub(crate) seconds: f64,
+    /// Most bytes of keys and values that one rank had at once.
+    pub(crate) cache_bytes: usize,
+}
+
+/// What a rank reports after its last step.
+#[derive(Default, Serialize, Deserialize)]
+struct Report {
+    answers: Vec<Answer>,
+    cache_bytes: usize,
 }
 
 impl Sample<'_> {
-    /// Appends generated tokens until the requested number is reached, the text ends, or the run is asked to stop.
-    /// Returns the text of all tokens. The model must be without autodiff.
+    /// Continues one prompt, and returns the text of all tokens. The model must be without autodiff. Collective.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
         model: &M,
-        mut tokens: Vec<i64>,
+        prompt: Prompt,
         world: &ProcessGroup,
         is_stopped: impl Fn() -> bool,
     ) -> Result<Vec<u8>, RankError> {
-        let mut random = Random(self.seed);
-        let mut cache = KeyValueCache::new();
-        let prompt = tokens.len();
-        for _ in 0..self.num_tokens {
-            let logits = catch(|| self.next_logits(model, &tokens, &mut cache))?;
-            let choice = self.choice.of(logits, &tokens, random.next_unit());
-            match next_token(world, choice, is_stopped())? {
-                NextToken::Is(token) if self.is_end(token) => break,
-                NextToken::Is(token) => {
-                    tokens.push(token);
-                    if let Some(text) = self.stopped(&tokens, prompt)? {
-                        return Ok(text);
-                    }
-                }
-                NextToken::NoNumbers => return Err(RankError::NoNumbers),
-                NextToken::Stop => break,
-            }
-        }
-        Ok(self.codec.decode(&tokens)?)
+        let prompt_len = prompt.tokens.len();
+        let generated = self.continue_all(model, &[prompt], 1, world, is_stopped)?;
+        let text = generated.answers.first();
+        let text = text
+            .map(|answer| self.text(answer, prompt_len))
+            .transpose()?;
+        Ok(text.map(|text| text.whole).unwrap_or_default())
     }
 
-    /// Returns the text before the first of the texts that end it, if one is among the tokens after the prompt.
-    fn stopped(&self, tokens: &[i64], prompt: usize) -> Result<Option<Vec<u8>>, RankError> {
-        if self.stops.is_empty() {
-            return Ok(None);
-        }
-        let text = self.codec.decode(tokens)?;
-        let start = self.codec.decode(&tokens[..prompt])?.len().min(text.len());
-        let found = self.stops.iter().filter_map(|stop| {
-            let mut places = text[start..].windows(stop.len());
-            places.position(|place| place == stop.as_bytes())
-        });
-        Ok(found.min().map(|place| text[..start + place].to_vec()))
-    }
-
-    fn is_end(&self, token: i64) -> bool {
-        self.ends.iter().any(|end| i64::from(*end) == token)
-    }
-
-    /// Returns the logits of the token after `tokens`. They are limited to tokens that occur in text, because the
-    /// vocabulary may be larger.
+    /// Appends generated tokens to all prompts until each text ends, or the run is asked to stop. At most `batch`
+    /// prompts run at once, divided among the ranks. Each rank runs its prompts in one batch, so it gathers each unit
+    /// once a step. The model must be without autodiff. Collective.
     ///
-    /// Beyond the maximum length, each new token shifts all earlier ones, so the cache cannot be reused.
-    fn next_logits<M: LanguageModel>(
+    /// The text of a prompt does not depend on the others, except for the rounding of products.
+    pub(crate) fn continue_all<M: LanguageModel>(
         &self,
         model: &M,
-        tokens: &[i64],
-        cache: &mut KeyValueCache,
-    ) -> Vec<f32> {
-        let seen = match tokens.len().checked_sub(self.seq) {
-            Some(gone) if gone > 0 => {
-                *cache = KeyValueCache::new();
-                gone
+        prompts: &[Prompt],
+        batch: usize,
+        world: &ProcessGroup,
+        is_stopped: impl Fn() -> bool,
+    ) -> Result<Generated, RankError> {
+        if self.num_tokens == 0 {
+            return Ok(unchanged(prompts));
+        }
+        let start = Instant::now();
+        let mut queue = Queue::new(prompts.len(), world.size(), batch);
+        let mut active = Active::new(self, prompts);
+        let mut report = Report::default();
+        active.add(queue.next(world.rank()));
+        while !queue.is_done() {
+            let step = active.step(model)?;
+            report.answers.extend(step.answers);
+            report.cache_bytes = report.cache_bytes.max(step.cache_bytes);
+            let note = queue::Note {
+                is_stopped: is_stopped(),
+                has_failed: step.has_failed,
+                num_active: active.num_prompts(),
+            };
+            let notes = world.exchange("sample", note.to_bytes())?;
+            let notes: Vec<_> = notes.iter().map(|note| queue::Note::of(note)).collect();
+            if notes.iter().any(|note| note.has_failed) {
+                return Err(RankError::NoNumbers);
             }
-            _ => cache.num_tokens(),
-        };
-        let new = tokens[seen..].to_vec();
-        let input = TensorData::new(new, [1, tokens.len() - seen]);
-        let input = Tensor::<2, Int>::from_data(input, &self.device);
-        let logits = model.next_logits(input, cache);
-        let known = logits.slice([0..1, 0..self.codec.num_ids()]);
-        known.into_data().iter::<f32>().collect()
+            if notes.iter().any(|note| note.is_stopped) {
+                report.answers.extend(active.interrupted());
+                break;
+            }
+            queue.update(&notes);
+            active.add(queue.next(world.rank()));
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(collected(report, world)?.during(seconds))
     }
 }
 
-/// The outcome of sampling the next token.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum NextToken {
-    Is(i64),
-    /// Rank 0's logits are not valid numbers.
-    NoNumbers,
-    /// A rank was asked to stop.
-    Stop,
+impl Report {
+    fn during(self, seconds: f64) -> Generated {
+        Generated {
+            answers: self.answers,
+            seconds,
+            cache_bytes: self.cache_bytes,
+        }
+    }
 }
 
-/// Returns rank 0's token on every rank, unless a rank was asked to stop.
-fn next_token(
-    world: &ProcessGroup,
-    own: Option<i64>,
-    own_stop: bool,
-) -> Result<NextToken, CollectiveError> {
-    let mut note = vec![u8::from(own_stop), u8::from(own.is_some())];
-    note.extend(own.unwrap_or(0).to_le_bytes());
-    let notes = world.exchange("sample", note)?;
-    if notes.iter().any(|note| note.first() == Some(&1)) {
-        return Ok(NextToken::Stop);
+/// Returns answers without any tokens.
+fn unchanged(prompts: &[Prompt]) -> Generated {
+    let answer = |(index, prompt): (usize, &Prompt)| Answer {
+        index,
+        tokens: prompt.tokens.clone(),
+        finish: Finish::Length,
+    };
+    let report = Report {
+        answers: prompts.iter().enumerate().map(answer).collect(),
+        cache_bytes: 0,
+    };
+    report.during(0.0)
+}
+
+/// Returns the answers of all ranks on every rank, in the order of the prompts. Collective.
+fn collected(own: Report, world: &ProcessGroup) -> Result<Report, RankError> {
+    let failed = |error: serde_json::Error| RankError::Result {
+        problem: error.to_string(),
+    };
+    let note = serde_json::to_vec(&own).map_err(failed)?;
+    let mut all = Report::default();
+    for note in world.exchange("answers", note)? {
+        let report: Report = serde_json::from_slice(&note).map_err(failed)?;
+        all.answers.extend(report.answers);
+        all.cache_bytes = all.cache_bytes.max(report.cache_bytes);
     }
-    let first = notes.first().and_then(|note| note.split_first_chunk::<2>());
-    Ok(match first {
-        Some(([_, 1], token)) => match token.try_into() {
-            Ok(token) => NextToken::Is(i64::from_le_bytes(token)),
-            Err(_) => NextToken::NoNumbers,
-        },
-        _ => NextToken::NoNumbers,
-    })
+    all.answers.sort_by_key(|answer| answer.index);
+    Ok(all)
 }
 
 /// Returns bytes as text that is safe to print. Invalid UTF-8 and control characters except newlines and tabs are

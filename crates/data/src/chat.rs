@@ -21,7 +21,7 @@ pub(crate) struct ChatTemplate {
     environment: Environment<'static>,
     special: [String; 2],
     /// True if the template marks what the assistant writes.
-    is_marked: bool,
+    pub(crate) is_marked: bool,
     /// The first of the two marks for the current document.
     mark: Arc<AtomicU32>,
     /// Held while a marked chat is rendered, because all streams of a data set share the mark.
@@ -95,7 +95,11 @@ impl ChatTemplate {
         split_at_marks(&text, marks(free)).map_err(ChatError::NoMask)
     }
 
-    fn text(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, ChatError> {
+    pub(crate) fn text(
+        &self,
+        messages: &[Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, ChatError> {
         let template = self.environment.get_template(NAME);
         let [bos_token, eos_token] = &self.special;
         let none = minijinja::Value::from(());

@@ -54,6 +54,7 @@
 
 mod blocks;
 mod chat;
+mod chat_prompt;
 mod config;
 mod contents;
 mod dataset;
@@ -71,6 +72,7 @@ mod sequence;
 mod stream;
 mod tokenizer;
 
+pub use chat_prompt::{ChatPrompt, ChatPrompts};
 pub use config::{DataConfig, Fields, Format, Packing, Shuffle};
 pub use dataset::{Dataset, PartSize, Survey};
 pub use error::DataError;

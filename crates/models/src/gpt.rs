@@ -152,12 +152,12 @@ impl LanguageModel for Gpt {
         &self.blocks
     }
 
-    fn shared(&self, batch: usize, _positions: Range<usize>, _device: &Device) -> usize {
+    fn shared(&self, batch: usize, _positions: &[Range<usize>], _device: &Device) -> usize {
         batch
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2> {
-        embed_with_positions(&self.wte, &self.wpe, tokens, start)
+    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2> {
+        embed_with_positions(&self.wte, &self.wpe, tokens, positions)
     }
 
     fn run_block(

@@ -209,13 +209,13 @@ impl LanguageModel for Gpt2 {
         &self.h
     }
 
-    fn shared(&self, batch: usize, _positions: Range<usize>, _device: &Device) -> Gpt2Shared {
+    fn shared(&self, batch: usize, _positions: &[Range<usize>], _device: &Device) -> Gpt2Shared {
         let heads = self.heads;
         Gpt2Shared { batch, heads }
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2> {
-        embed_with_positions(&self.wte, &self.wpe, tokens, start)
+    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2> {
+        embed_with_positions(&self.wte, &self.wpe, tokens, positions)
     }
 
     fn run_block(
@@ -232,17 +232,17 @@ impl LanguageModel for Gpt2 {
     }
 }
 
-/// Returns the embeddings of tokens `[batch, time]` plus the embeddings of their positions from `start`,
-/// `[batch * time, dim]`.
+/// Returns the embeddings of tokens `[batch, time]` plus the embeddings of their positions, `[batch * time, dim]`.
 pub(crate) fn embed_with_positions(
     of_tokens: &Embedding,
     of_positions: &Embedding,
     tokens: Tensor<2, Int>,
-    start: usize,
+    positions: &[Range<usize>],
 ) -> Tensor<2> {
-    let [_, time] = tokens.dims();
-    let positions = start as i64..(start + time) as i64;
-    let positions = Tensor::<1, Int>::arange(positions, &tokens.device());
+    let device = tokens.device();
+    let arange =
+        |part: &Range<usize>| Tensor::<1, Int>::arange(part.start as i64..part.end as i64, &device);
+    let positions = Tensor::cat(positions.iter().map(arange).collect(), 0);
     let x = of_tokens.forward(tokens) + of_positions.forward(positions.unsqueeze());
     x.flatten(0, 1)
 }

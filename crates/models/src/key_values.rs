@@ -1,16 +1,22 @@
 //! A cache of keys and values, so that generation computes only new tokens.
 
+use std::mem::take;
+
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Int, Tensor};
+
+/// The least room, in tokens, that is added to a cache without room.
+const MIN_ROOM: usize = 16;
 
 /// The keys and values of all tokens so far, for each block.
 /// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues from them.
 ///
 /// A cache belongs to one model and one batch of sequences of equal length. Each token adds
-/// `2 * blocks * batch * kv_heads * head_dim` elements.
+/// `2 * blocks * batch * kv_heads * head_dim` elements. There is room for up to a quarter more tokens, or for 16. Sequences of unequal lengths have a cache each, and
+/// [`LanguageModel::next_logits_of_each`](crate::LanguageModel::next_logits_of_each) runs them together.
 #[derive(Debug, Clone, Default)]
 pub struct KeyValueCache {
-    blocks: Vec<KeyValues>,
+    blocks: Vec<Kept>,
     /// The tokens of each sequence, `[batch, time]`, from which everything can be computed again.
     tokens: Option<Tensor<2, Int>>,
 }
@@ -28,19 +34,13 @@ impl KeyValueCache {
         self.tokens.as_ref().map_or(0, |tokens| tokens.dims()[1])
     }
 
-    /// Returns the number of bytes of all keys and values.
+    /// Returns the number of bytes of all keys and values, with the room for later ones.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        let kept = self.blocks.iter().flat_map(|block| &block.kept);
-        let tensors = kept.flat_map(|(keys, values)| [keys, values]);
+        let rows = self.blocks.iter().flatten();
+        let tensors = rows.filter_map(|rows| rows.tensor.as_ref());
         let bytes = tensors.map(|tensor| tensor.shape().num_elements() * tensor.dtype().size());
         bytes.sum()
-    }
-
-    /// Returns the keys and values of `num_blocks` blocks, which are empty at first.
-    pub(crate) fn blocks(&mut self, num_blocks: usize) -> &mut [KeyValues] {
-        self.blocks.resize_with(num_blocks, KeyValues::default);
-        &mut self.blocks
     }
 
     /// Returns the cached tokens, followed by new ones.
@@ -57,10 +57,90 @@ impl KeyValueCache {
     }
 }
 
-/// The keys and values of one block, each `[batch, kv_heads, time, head_dim]`.
+/// The keys and the values of one batch in one block.
+type Kept = [GrowingRows; 2];
+
+/// Rows that grow in place along `time`, so a new token does not copy all earlier ones.
+#[derive(Debug, Clone, Default)]
+struct GrowingRows {
+    /// `[batch, kv_heads, time, head_dim]`, followed by room for more along `time`. `None` before the first token.
+    tensor: Option<Tensor<4>>,
+    time: usize,
+}
+
+impl GrowingRows {
+    /// Adds new rows, and returns all of them.
+    fn add(&mut self, new: Tensor<4>) -> Tensor<4> {
+        let [batch, heads, added, width] = new.dims();
+        let before = self.time;
+        self.time += added;
+        let tensor = match self.tensor.take() {
+            None => new,
+            Some(tensor) if self.time <= tensor.dims()[2] => {
+                let place = [0..batch, 0..heads, before..self.time, 0..width];
+                tensor.slice_assign(place, new)
+            }
+            Some(tensor) => {
+                let room = new.clone().narrow(2, 0, 1).zeros_like();
+                let room = room.repeat_dim(2, (self.time / 4).max(MIN_ROOM));
+                Tensor::cat(vec![tensor.narrow(2, 0, before), new, room], 2)
+            }
+        };
+        // The clone must be dropped before the next token: rows are only written in place if nothing else has them.
+        self.tensor = Some(tensor.clone());
+        tensor.narrow(2, 0, self.time)
+    }
+}
+
+/// Sequences of equal length, and the new tokens of each.
+///
+/// The stream of a forward has one row for each new token of each sequence, one sequence after the other. All
+/// operations on the stream except attention treat rows separately, so unequal lengths need no padding.
+#[derive(Debug)]
+pub struct Continuation<'a> {
+    /// The new tokens, `[batch, time]`.
+    pub tokens: Tensor<2, Int>,
+    /// The cache of the sequences.
+    pub cache: &'a mut KeyValueCache,
+}
+
+/// The keys and values of one block, for all sequences of a forward.
 #[derive(Debug, Clone, Default)]
 pub struct KeyValues {
-    kept: Option<(Tensor<4>, Tensor<4>)>,
+    groups: Vec<Group>,
+}
+
+/// The sequences of one cache in one block.
+#[derive(Debug, Clone)]
+struct Group {
+    kept: Kept,
+    batch: usize,
+    /// The number of new tokens of each sequence.
+    time: usize,
+}
+
+impl KeyValues {
+    /// Takes the keys and values of block `index` out of the caches.
+    pub(crate) fn take(index: usize, continuations: &mut [Continuation<'_>]) -> Self {
+        let group = |Continuation { tokens, cache }: &mut Continuation<'_>| {
+            let [batch, time] = tokens.dims();
+            if cache.blocks.len() <= index {
+                cache.blocks.resize(index + 1, Kept::default());
+            }
+            let kept = take(&mut cache.blocks[index]);
+            Group { kept, batch, time }
+        };
+        Self {
+            groups: continuations.iter_mut().map(group).collect(),
+        }
+    }
+
+    /// Puts the keys and values of block `index` back.
+    pub(crate) fn put(self, index: usize, continuations: &mut [Continuation<'_>]) {
+        for (group, continuation) in self.groups.into_iter().zip(continuations) {
+            continuation.cache.blocks[index] = group.kept;
+        }
+    }
 }
 
 /// New queries, keys and values, each `[batch, time, heads, head_dim]`. Several adjacent query heads may share a key
@@ -84,6 +164,21 @@ impl Heads {
             queries: part(0),
             keys: part(1),
             values: part(2),
+        }
+    }
+
+    /// Returns the part for `batch` sequences of `time` tokens, of which `start` is the first row.
+    fn rows(&self, start: usize, batch: usize, time: usize) -> Self {
+        let part = |x: &Tensor<4>| {
+            let [outer, inner, heads, head_dim] = x.dims();
+            let rows = x.clone().reshape([outer * inner, heads, head_dim]);
+            let rows = rows.narrow(0, start, batch * time);
+            rows.reshape([batch, time, heads, head_dim])
+        };
+        Self {
+            queries: part(&self.queries),
+            keys: part(&self.keys),
+            values: part(&self.values),
         }
     }
 }
@@ -120,38 +215,47 @@ pub(crate) fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D
 
 impl KeyValues {
     /// Adds new keys and values, and returns the attention of the new queries to them and to earlier ones,
-    /// `[batch * time, dim]`. A query sees the keys up to its own position.
+    /// `[batch * time, dim]`. A query sees the keys of its own sequence up to its own position.
     pub(crate) fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
-        let [batch, time, heads, head_dim] = new.queries.dims();
-        let (keys, values) = (new.keys.swap_dims(1, 2), new.values.swap_dims(1, 2));
-        let (keys, values) = match self.kept.take() {
-            None => (keys, values),
-            Some((before, values_before)) => (
-                Tensor::cat(vec![before, keys], 2),
-                Tensor::cat(vec![values_before, values], 2),
-            ),
-        };
-        self.kept = Some((keys.clone(), values.clone()));
-        let [_, kv_heads, all, _] = keys.dims();
-        let group = heads / kv_heads;
-        // The queries of one key head are rows of one matrix, so keys are not repeated.
-        let queries = new.queries.swap_dims(1, 2);
-        let queries = queries.reshape([batch, kv_heads, group * time, head_dim]);
-        let products = queries.matmul(keys.transpose()).mul_scalar(scores.scale);
-        let mut products = capped(products, scores.softcap);
-        let window = scores.window.filter(|window| *window < all);
-        if time > 1 || window.is_some() {
-            for hidden in hidden(time, all, window, &products) {
-                let hidden = hidden.repeat_dim(2, group);
-                let hidden = hidden.expand([batch, kv_heads, group * time, all]);
-                products = products.mask_fill(hidden, f32::NEG_INFINITY);
-            }
+        if self.groups.is_empty() {
+            return attend_to(&mut Kept::default(), new, scores);
         }
-        let seen = softmax(products, 3).matmul(values);
-        seen.reshape([batch, heads, time, head_dim])
-            .swap_dims(1, 2)
-            .reshape([batch * time, heads * head_dim])
+        let mut start = 0;
+        let attended = self.groups.iter_mut().map(|group| {
+            let own = new.rows(start, group.batch, group.time);
+            start += group.batch * group.time;
+            attend_to(&mut group.kept, own, scores)
+        });
+        Tensor::cat(attended.collect(), 0)
     }
+}
+
+/// Adds new keys and values to those of the same sequences, and returns the attention of the new queries to them all,
+/// `[batch * time, dim]`.
+fn attend_to(kept: &mut Kept, new: Heads, scores: Scores) -> Tensor<2> {
+    let [batch, time, heads, head_dim] = new.queries.dims();
+    let [kept_keys, kept_values] = kept;
+    let keys = kept_keys.add(new.keys.swap_dims(1, 2));
+    let values = kept_values.add(new.values.swap_dims(1, 2));
+    let [_, kv_heads, all, _] = keys.dims();
+    let group = heads / kv_heads;
+    // The queries of one key head are rows of one matrix, so keys are not repeated.
+    let queries = new.queries.swap_dims(1, 2);
+    let queries = queries.reshape([batch, kv_heads, group * time, head_dim]);
+    let products = queries.matmul(keys.transpose()).mul_scalar(scores.scale);
+    let mut products = capped(products, scores.softcap);
+    let window = scores.window.filter(|window| *window < all);
+    if time > 1 || window.is_some() {
+        for hidden in hidden(time, all, window, &products) {
+            let hidden = hidden.repeat_dim(2, group);
+            let hidden = hidden.expand([batch, kv_heads, group * time, all]);
+            products = products.mask_fill(hidden, f32::NEG_INFINITY);
+        }
+    }
+    let seen = softmax(products, 3).matmul(values);
+    seen.reshape([batch, heads, time, head_dim])
+        .swap_dims(1, 2)
+        .reshape([batch * time, heads * head_dim])
 }
 
 /// Returns masks of the keys that a query does not see, for the last `time` queries and `all` keys, each

@@ -1,14 +1,15 @@
 //! The common interface of this crate's decoders: tokens in, blocks on one residual stream, logits out.
 
 use std::ops::Range;
+use std::{iter, slice};
 
 use burn::module::Module;
 use burn::store::ModuleSnapshot;
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fsdp_kernels::cross_entropy;
 
-use crate::key_values::{KeyValueCache, KeyValues};
+use crate::key_values::{Continuation, KeyValueCache, KeyValues};
 use crate::targets::Targets;
 
 /// A decoder: an embedding, blocks that each add to one residual stream, and a head.
@@ -23,12 +24,13 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the blocks, in order.
     fn blocks(&self) -> &[Self::Block];
 
-    /// Returns the shared values for `batch` sequences of tokens at these positions.
-    fn shared(&self, batch: usize, positions: Range<usize>, device: &Device) -> Self::Shared;
+    /// Returns the shared values for tokens `[batch, time]`. `positions` are those along `time`, in parts that each
+    /// end at the end of a sequence.
+    fn shared(&self, batch: usize, positions: &[Range<usize>], device: &Device) -> Self::Shared;
 
-    /// Returns the stream before the first block, `[batch * time, dim]`, for tokens `[batch, time]` from position
-    /// `start`.
-    fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2>;
+    /// Returns the stream before the first block, `[batch * time, dim]`, for tokens `[batch, time]`. `positions` are as
+    /// in [`shared`](Self::shared).
+    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2>;
 
     /// Returns the residual stream `[batch * time, dim]` after a block. With a cache, `x` is the stream of new tokens,
     /// which also attend to cached tokens.
@@ -100,8 +102,10 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         run: impl Fn(&Self::Block, Tensor<2>, &Self::Shared) -> Tensor<2>,
     ) -> Tensor<2> {
         let [batch, time] = tokens.dims();
-        let shared = self.shared(batch, 0..time, &tokens.device());
-        let mut x = self.embed(tokens, 0);
+        let positions = 0..time;
+        let positions = slice::from_ref(&positions);
+        let shared = self.shared(batch, positions, &tokens.device());
+        let mut x = self.embed(tokens, positions);
         for block in self.blocks() {
             x = run(block, x, &shared);
         }
@@ -131,25 +135,51 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     ///
     /// If there is no token, if the cache belongs to other sequences, or as [`loss_by`](Self::loss_by).
     fn next_logits(&self, tokens: Tensor<2, Int>, cache: &mut KeyValueCache) -> Tensor<2> {
-        let start = cache.num_tokens();
-        let all = cache.with(tokens.clone());
-        let [batch, end] = all.dims();
-        let (tokens, start) = if self.epoch(start) == self.epoch(end) {
-            (tokens, start)
-        } else {
-            *cache = KeyValueCache::new();
-            (all.clone(), 0)
-        };
-        let time = end - start;
-        let shared = self.shared(batch, start..end, &tokens.device());
-        let mut x = self.embed(tokens, start);
-        let blocks = self.blocks();
-        for (block, cache) in blocks.iter().zip(cache.blocks(blocks.len())) {
-            x = Self::run_block(block, x, &shared, Some(cache));
+        self.next_logits_of_each(vec![Continuation { tokens, cache }])
+    }
+
+    /// Returns the logits `[sequences, vocab]` of the token that follows each sequence, as
+    /// [`next_logits`](Self::next_logits) of each continuation would. The sequences may have any lengths, and any
+    /// numbers of new tokens. Each weight is used once for all of them.
+    ///
+    /// # Panics
+    ///
+    /// If there is no continuation, if one has no token, or as [`next_logits`](Self::next_logits).
+    fn next_logits_of_each(&self, mut continuations: Vec<Continuation<'_>>) -> Tensor<2> {
+        let (mut rows, mut positions, mut last) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut all_tokens, mut num_rows) = (Vec::new(), 0);
+        for Continuation { tokens, cache } in &mut continuations {
+            let start = cache.num_tokens();
+            let all = cache.with(tokens.clone());
+            let [batch, end] = all.dims();
+            let start = if self.epoch(start) == self.epoch(end) {
+                start
+            } else {
+                **cache = KeyValueCache::new();
+                *tokens = all.clone();
+                0
+            };
+            all_tokens.push(all);
+            let time = end - start;
+            rows.push(tokens.clone().reshape([1, batch * time]));
+            positions.extend(iter::repeat_n(start..end, batch));
+            last.extend((0..batch).map(|row| (num_rows + (row + 1) * time - 1) as i64));
+            num_rows += batch * time;
         }
-        cache.note(all);
-        let [rows, dim] = x.dims();
-        let x = x.reshape([batch, rows / batch, dim]);
-        self.head(x.narrow(1, time - 1, 1).reshape([batch, dim]))
+        let tokens = Tensor::cat(rows, 1);
+        let device = tokens.device();
+        let shared = self.shared(1, &positions, &device);
+        let mut x = self.embed(tokens, &positions);
+        for (index, block) in self.blocks().iter().enumerate() {
+            let mut cached = KeyValues::take(index, &mut continuations);
+            x = Self::run_block(block, x, &shared, Some(&mut cached));
+            cached.put(index, &mut continuations);
+        }
+        for (continuation, tokens) in continuations.iter_mut().zip(all_tokens) {
+            continuation.cache.note(tokens);
+        }
+        // Only the last token of each sequence has a successor to choose.
+        let last = Tensor::<1, Int>::from_data(TensorData::from(&last[..]), &device);
+        self.head(x.select(0, last))
     }
 }

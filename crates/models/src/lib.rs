@@ -98,7 +98,7 @@ pub use family::Family;
 pub use gpt::{Block, Gpt};
 pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config, Gpt2Shared};
 pub use initial_weights::write_initial_weights;
-pub use key_values::{KeyValueCache, KeyValues};
+pub use key_values::{Continuation, KeyValueCache, KeyValues};
 pub use language_model::LanguageModel;
 pub use llama::Llama;
 pub use llama_block::{LlamaBlock, LlamaShared};

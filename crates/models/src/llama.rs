@@ -117,7 +117,7 @@ impl LanguageModel for Llama {
         &self.layers
     }
 
-    fn shared(&self, batch: usize, positions: Range<usize>, device: &Device) -> LlamaShared {
+    fn shared(&self, batch: usize, positions: &[Range<usize>], device: &Device) -> LlamaShared {
         LlamaShared::new(&self.sizes, batch, positions, device)
     }
 
@@ -126,7 +126,7 @@ impl LanguageModel for Llama {
         scaling.epoch([length, self.sizes.seq])
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, _start: usize) -> Tensor<2> {
+    fn embed(&self, tokens: Tensor<2, Int>, _positions: &[Range<usize>]) -> Tensor<2> {
         let x = self.tok_embeddings.forward(tokens).flatten(0, 1);
         if self.sizes.variant.family.scales_embeddings() {
             x.mul_scalar((self.sizes.dim as f64).sqrt())

@@ -75,10 +75,10 @@ impl LlamaShared {
     pub(crate) fn new(
         sizes: &LlamaConfig,
         batch: usize,
-        positions: Range<usize>,
+        positions: &[Range<usize>],
         device: &Device,
     ) -> Self {
-        let local = Rotary::local(sizes, positions.clone(), device);
+        let local = Rotary::local(sizes, positions, device);
         let rotary = Rotary::new(sizes, positions, device);
         Self {
             batch,

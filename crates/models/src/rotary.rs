@@ -18,9 +18,9 @@ pub(crate) struct Rotary {
 }
 
 impl Rotary {
-    /// Computes the rotations of these positions in sequences that end with them. Plane `i` of `n` rotates by
+    /// Computes the rotations of these positions. Each part ends where its sequence ends. Plane `i` of `n` rotates by
     /// `base^(-i / n)` per token, before scaling.
-    pub(crate) fn new(config: &LlamaConfig, positions: Range<usize>, device: &Device) -> Self {
+    pub(crate) fn new(config: &LlamaConfig, positions: &[Range<usize>], device: &Device) -> Self {
         let (base, scaling) = (config.rope_base, config.variant.rope_scaling);
         Self::of(config, (base, scaling), positions, device)
     }
@@ -28,7 +28,7 @@ impl Rotary {
     /// Computes the rotations in layers with a sliding window, if they differ.
     pub(crate) fn local(
         config: &LlamaConfig,
-        positions: Range<usize>,
+        positions: &[Range<usize>],
         device: &Device,
     ) -> Option<Self> {
         let plain = (config.variant.local_rope_base?, RopeScaling::None);
@@ -38,28 +38,31 @@ impl Rotary {
     fn of(
         config: &LlamaConfig,
         (base, scaling): (usize, RopeScaling),
-        positions: Range<usize>,
+        positions: &[Range<usize>],
         device: &Device,
     ) -> Self {
         let planes = config.rotated_dim() / 2;
-        let index = |range: Range<usize>, shape: [usize; 4]| {
+        let index = |range: &Range<usize>, shape: [usize; 4]| {
             Tensor::<1, Int>::arange(range.start as i64..range.end as i64, device)
                 .reshape(shape)
                 .float()
         };
-        let time = positions.len();
-        let speeds = match scaling {
+        let speeds = |length: usize| match scaling {
             RopeScaling::None => {
                 let step = -(base as f64).ln() / planes as f64;
-                index(0..planes, [1, 1, 1, planes]).mul_scalar(step).exp()
+                index(&(0..planes), [1, 1, 1, planes])
+                    .mul_scalar(step)
+                    .exp()
             }
             scaling => {
-                let speeds = scaling.speeds(base as f64, planes, [positions.end, config.seq]);
+                let speeds = scaling.speeds(base as f64, planes, [length, config.seq]);
                 let speeds: Vec<_> = speeds.into_iter().map(|speed| speed as f32).collect();
                 Tensor::from_data(TensorData::new(speeds, [1, 1, 1, planes]), device)
             }
         };
-        let angles = index(positions, [1, time, 1, 1]) * speeds;
+        // The speeds may depend on the length of the sequence.
+        let angles = |part: &Range<usize>| index(part, [1, part.len(), 1, 1]) * speeds(part.end);
+        let angles = Tensor::cat(positions.iter().map(angles).collect(), 1);
         let (cos, sin) = (angles.clone().cos(), angles.sin());
         let amplitude = scaling.amplitude();
         if amplitude == 1.0 {

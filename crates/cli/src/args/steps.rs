@@ -90,6 +90,38 @@ pub(crate) struct ChoiceArgs {
     pub(crate) repetition_penalty: f64,
 }
 
+/// The texts to continue, and the form of the result.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PromptArgs {
+    /// Text to continue; may be repeated
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
+    pub(crate) prompt: Vec<String>,
+    /// File with a prompt on each line, or JSONL (.jsonl, or with --prompt-field)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompts: Option<PathBuf>,
+    /// Field of the prompts in JSONL [default: prompt]
+    #[arg(long, value_name = "NAME", requires = "prompts")]
+    pub(crate) prompt_field: Option<String>,
+    /// Treat each prompt as a user message, and answer it
+    ///
+    /// The message is rendered by the chat template next to the tokenizer.json, as with `train --chat-field`. The
+    /// answer ends where the template ends the assistant's message.
+    #[arg(long)]
+    pub(crate) chat: bool,
+    /// Maximum number of prompts that run at once, on all ranks together
+    ///
+    /// Each rank runs its share as one batch, and a waiting prompt starts as soon as another one ends. More prompts at
+    /// once generate more tokens a second, and need more memory for keys and values.
+    #[arg(long, default_value_t = 16)]
+    pub(crate) batch: usize,
+    /// Print a JSON object for each prompt
+    ///
+    /// Its fields are `index`, `prompt`, `text` (without the prompt), `finish` (`end`, `stop` or `length`),
+    /// `prompt_tokens`, `tokens` and `seed`.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
     /// Folder of a saved step, or a checkpoint folder to use its newest step
@@ -100,9 +132,8 @@ pub(crate) struct GenerateArgs {
     /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<TokenizerArg>,
-    /// Text to continue
-    #[arg(long)]
-    pub(crate) prompt: String,
+    #[command(flatten)]
+    pub(crate) prompts: PromptArgs,
     /// Maximum number of tokens to generate; a model from --init may stop earlier
     ///
     /// Counts bytes if there is no tokenizer.
@@ -114,6 +145,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) stop: Vec<String>,
     /// Seed for sampling
+    ///
+    /// The prompt with index i, counted from 0, has a generator of its own with this seed plus i.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Ranks: threads, or the processes of mpirun or srun [default: 1 thread, or all processes]

@@ -1,6 +1,11 @@
 //! The `burn-fsdp generate` command.
+//!
+//! - `prompts`: the prompts as tokens. `answers`: their printed answers. `memory`: the memory that they need.
 
-use std::collections::BTreeMap;
+mod answers;
+mod memory;
+mod prompts;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +15,7 @@ use burn::tensor::Device;
 use burn_fsdp::internals::checkpoint::{
     Dtype, ExpectedTensor, Extra, Step, TensorKind, restore_matching,
 };
+use burn_fsdp::internals::collectives::Fingerprint;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
@@ -20,12 +26,12 @@ use crate::args::GenerateArgs;
 use crate::choice::Choice;
 use crate::codec::{self, Chosen};
 use crate::console;
-use crate::error::{Failure, InputError, RankError};
-use crate::host;
+use crate::error::{Failure, InputError, PromptError, RankError};
 use crate::steps::open::with_step;
-use crate::text::{Sample, printable};
-use crate::train::{Ranks, tokenizer_of};
+use crate::text::{Generated, Prompt, Sample};
+use crate::train::{Ranks, agree, tokenizer_of};
 use crate::weights;
+use prompts::GivenPrompt;
 
 /// The input of the ranks that generate.
 struct Job {
@@ -34,24 +40,36 @@ struct Job {
     adapters: Option<AdapterSizes>,
     step: Option<Step>,
     codec: TextCodec,
-    /// Ids of the tokens that end the text, from the --init folder.
+    /// Ids of the tokens that end a text.
     ends: Vec<u32>,
-    prompt: Vec<i64>,
+    /// Texts before which a text ends.
+    stops: Vec<String>,
+    prompts: Vec<Prompt>,
+    /// True if each rank is a process, which has read the prompts itself.
+    are_processes: bool,
 }
 
-/// Prints the prompt and the text that the model adds to it.
+/// Prints the prompts and the texts that the model adds to them.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     check(&args)?;
     let ranks = Ranks::find_or(args.ranks, || 1)?;
     let threads = ranks.threads_of_each(args.threads)?;
-    let text = match &args.step {
-        None => on_ranks(Job::new(args, None, &ranks)?, &ranks, threads),
+    let given = prompts::read(&args.prompts).map_err(InputError::from)?;
+    let (job, generated) = match &args.step {
+        None => on_ranks(Job::new(args, None, &given, &ranks)?, &ranks, threads),
         Some(path) => with_step(path, |step| {
-            on_ranks(Job::new(args.clone(), Some(step), &ranks)?, &ranks, threads)
+            let job = Job::new(args.clone(), Some(step), &given, &ranks)?;
+            on_ranks(job, &ranks, threads)
         }),
     }?;
     if ranks.have_first() {
-        console::answer(printable(&text))
+        answers::print(
+            &job.args.prompts,
+            &given,
+            &job.prompts,
+            &job.sample(),
+            &generated,
+        )
     } else {
         Ok(())
     }
@@ -77,19 +95,17 @@ fn warn_of_rules(folder: &Path, args: &GenerateArgs) -> Result<(), InputError> {
 }
 
 fn check(args: &GenerateArgs) -> Result<(), InputError> {
-    if args.prompt.is_empty() {
-        return Err(InputError::EmptyPrompt);
-    }
     let zeros = [
         ("--ranks", args.ranks == Some(0)),
         ("--deadline", args.deadline == 0),
         ("--top-k", args.choice.top_k == Some(0)),
+        ("--batch", args.prompts.batch == 0),
     ];
     if let Some((flag, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
         return Err(InputError::Zero { flag });
     }
     if args.stop.iter().any(String::is_empty) {
-        return Err(InputError::EmptyStop);
+        return Err(PromptError::EmptyStop.into());
     }
     let (temperature, top_p) = (args.choice.temperature, args.choice.top_p);
     let penalty = args.choice.repetition_penalty;
@@ -123,24 +139,32 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     }
 }
 
-fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<Vec<u8>, Failure> {
+fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<(Arc<Job>, Generated), Failure> {
     let deadline = Duration::from_secs(job.args.deadline.min(1 << 31));
     let config = LaunchConfig::new(ranks.number())
         .threads_per_rank(threads)
         .without_background()
         .deadline(deadline);
     let job = Arc::new(job);
-    let texts = launch(config, move |world| match job.model {
-        ModelConfig::Gpt(sizes) => job.generate(sizes, &world),
-        ModelConfig::Llama(sizes) => job.generate(sizes, &world),
-        ModelConfig::Gpt2(sizes) => job.generate(sizes, &world),
+    let shared = Arc::clone(&job);
+    let generated = launch(config, move |world| match shared.model {
+        ModelConfig::Gpt(sizes) => shared.generate(sizes, &world),
+        ModelConfig::Llama(sizes) => shared.generate(sizes, &world),
+        ModelConfig::Gpt2(sizes) => shared.generate(sizes, &world),
     })?;
-    Ok(texts.into_iter().next().unwrap_or_default())
+    // Every rank has all answers.
+    let generated = generated.into_iter().next().unwrap_or_default();
+    Ok((job, generated))
 }
 
 impl Job {
     /// Finds the model. Checks all files before any rank starts.
-    fn new(args: GenerateArgs, step: Option<Step>, ranks: &Ranks) -> Result<Self, InputError> {
+    fn new(
+        args: GenerateArgs,
+        step: Option<Step>,
+        given: &[GivenPrompt],
+        ranks: &Ranks,
+    ) -> Result<Self, InputError> {
         let training = step.as_ref().map(|step| &step.index().training);
         let adapters = training.and_then(Adapters::of_step);
         let adapters = adapters.map(|adapters| adapters.sizes);
@@ -156,41 +180,58 @@ impl Job {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
         let codec = codec(&args, step.as_ref(), &model, ranks.have_first())?;
-        let prompt = codec::prompt(&codec, &args.prompt)?;
-        check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
+        let encoded = prompts::encoded(given, &codec, args.prompts.chat, model.seq())?;
+        let lengths = encoded.tokens.iter();
+        let lengths: Vec<_> = lengths
+            .map(|tokens| tokens.len().saturating_add(args.tokens))
+            .collect();
+        memory::check(&model, ranks, &lengths, args.prompts.batch)?;
         if let Some(folder) = &args.init
             && ranks.have_first()
         {
             warn_of_rules(folder, &args)?;
         }
-        let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
-        let mut ends = ends.transpose()?.unwrap_or_default();
+        let of_folder = args.init.as_ref().map(ModelConfig::ends_of_text);
+        let mut ends = of_folder.transpose()?.unwrap_or_default();
+        ends.extend(encoded.ends);
         for stop in &args.stop {
             // Such a token is not in the decoded text.
             ends.extend(codec::special(&codec, stop)?);
         }
-        if prompt.is_empty() {
-            Err(InputError::EmptyPrompt)
-        } else {
-            Ok(Self {
-                args,
-                model,
-                adapters,
-                step,
-                codec,
-                ends,
-                prompt,
-            })
-        }
+        let seed = args.seed;
+        let prompts = encoded.tokens.into_iter().zip(0..);
+        let prompts = prompts.map(|(tokens, index)| Prompt {
+            tokens,
+            seed: seed.wrapping_add(index),
+        });
+        Ok(Self {
+            stops: [&args.stop[..], &encoded.stops].concat(),
+            prompts: prompts.collect(),
+            are_processes: ranks.are_processes(),
+            args,
+            model,
+            adapters,
+            step,
+            codec,
+            ends,
+        })
     }
 
-    /// Generates on one rank. A unit is gathered only while it is used, so at most one unit is whole at a time.
-    /// Collective.
+    /// Generates on one rank, and returns all answers. A unit is gathered only while it is used, so at most one unit
+    /// is whole at a time. Collective.
     fn generate<A: Architecture>(
         &self,
         sizes: A,
         world: &ProcessGroup,
-    ) -> Result<Vec<u8>, RankError> {
+    ) -> Result<Generated, RankError> {
+        if self.are_processes {
+            let prompts = format!("{:?}", self.prompts);
+            let hash = Fingerprint::of(prompts.as_bytes());
+            agree(
+                world,
+                format!("{} prompts, hash {hash:016x}", self.prompts.len()),
+            )?;
+        }
         let device = Device::flex().autodiff().gradient_checkpointing();
         let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
@@ -214,13 +255,22 @@ impl Job {
             let restored = restore_matching(model, step, is_factor);
             model = restored.map_err(|error| unread(step, error))?;
         }
-        let sample = Sample {
+        self.sample().continue_all(
+            &model.valid(),
+            &self.prompts,
+            self.args.prompts.batch,
+            world,
+            || false,
+        )
+    }
+
+    fn sample(&self) -> Sample<'_> {
+        Sample {
             codec: &self.codec,
             seq: self.model.seq(),
             num_tokens: self.args.tokens,
             ends: self.ends.clone(),
-            seed: self.args.seed,
-            stops: self.args.stop.clone(),
+            stops: self.stops.clone(),
             choice: Choice {
                 repetition_penalty: self.args.choice.repetition_penalty,
                 temperature: self.args.choice.temperature,
@@ -228,8 +278,7 @@ impl Job {
                 top_p: self.args.choice.top_p,
             },
             device: Device::flex(),
-        };
-        sample.go_on(&model.valid(), self.prompt.clone(), world, || false)
+        }
     }
 }
 
@@ -337,50 +386,6 @@ fn unknown(path: &Path, problem: String) -> InputError {
     InputError::UnknownModel { path, problem }
 }
 
-/// Checks that this process has memory for its ranks' shards, one full unit, and the keys and values of `tokens`.
-fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(), InputError> {
-    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
-        return Ok(());
-    };
-    const GIB: u128 = 1 << 30;
-    const ELEMENT: u128 = 4;
-    let params = model.num_params();
-    let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
-    let unit = ELEMENT * largest_unit(model)? as u128;
-    let seen = tokens.min(model.seq()) as u128;
-    let width = match model {
-        ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
-        ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
-    };
-    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
-    let needed = (shards + unit + cache).saturating_mul(ranks.of_process() as u128);
-    let available = u128::from(available);
-    if needed > available {
-        Err(InputError::TooLittleMemory {
-            params,
-            ranks: ranks.number(),
-            needed: needed.div_ceil(GIB),
-            available: available / GIB,
-        })
-    } else {
-        Ok(())
-    }
-}
-
-/// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
-fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
-    let mut units: BTreeMap<String, usize> = BTreeMap::new();
-    for spec in model.parameters()? {
-        let block = spec.path.split('.').take(2).collect::<Vec<_>>();
-        let unit = match block[..] {
-            [list, index] if index.parse::<usize>().is_ok() => format!("{list}.{index}"),
-            _ => String::new(),
-        };
-        *units.entry(unit).or_default() += spec.shape.iter().product::<usize>();
-    }
-    Ok(units.into_values().max().unwrap_or_default())
-}
-
 /// Finds the codec, which must be the one that the step was trained with. If there are several processes, only the
 /// first prints warnings.
 fn codec(
@@ -411,35 +416,4 @@ fn codec(
         console::tell(format_args!("warning: {warning}"));
     }
     Ok(chosen.codec)
-}
-
-#[cfg(test)]
-mod tests {
-    use burn_fsdp_models::{GptConfig, LlamaConfig};
-
-    use super::*;
-
-    #[test]
-    fn the_largest_unit_is_a_block_or_the_root() {
-        let sizes = |vocab| GptConfig {
-            vocab,
-            seq: 8,
-            layers: 3,
-            dim: 16,
-            heads: 2,
-        };
-        // The difference between three blocks and two is one block.
-        let of = |layers| ModelConfig::Gpt(GptConfig { layers, ..sizes(5) }).num_params();
-        let block = of(3) - of(2);
-        assert_eq!(largest_unit(&ModelConfig::Gpt(sizes(5))).ok(), Some(block));
-        let wide = ModelConfig::Gpt(sizes(9_000));
-        let root = wide.num_params() - 3 * block;
-        assert!(root > block);
-        assert_eq!(largest_unit(&wide).ok(), Some(root));
-        let llama = LlamaConfig::preset("7b").expect("a preset");
-        let one = ModelConfig::Llama(LlamaConfig { layers: 1, ..llama }).num_params();
-        let two = ModelConfig::Llama(LlamaConfig { layers: 2, ..llama }).num_params();
-        let largest = largest_unit(&ModelConfig::Llama(llama)).ok();
-        assert_eq!(largest, Some((two - one).max(one - (two - one))));
-    }
 }

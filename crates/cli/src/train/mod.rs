@@ -47,7 +47,8 @@ mod trace;
 mod trainer;
 mod utilization;
 
+pub(crate) use chat_files::ChatFiles;
 pub(crate) use config::TrainConfig;
-pub(crate) use ranks::{Ranks, let_launcher_hear, machines};
+pub(crate) use ranks::{Ranks, agree, let_launcher_hear, machines};
 pub(crate) use run::run;
 pub(crate) use settings::tokenizer_of;

@@ -5,7 +5,7 @@ use burn_fsdp_models::LanguageModel;
 
 use crate::choice::Choice;
 use crate::error::RankError;
-use crate::text::{Sample, TEMPERATURE};
+use crate::text::{Prompt, Sample, TEMPERATURE};
 use crate::train::config::TrainConfig;
 
 /// Maximum number of held-out tokens in the sample's prompt.
@@ -19,14 +19,14 @@ pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
 /// Returns the start of the held-out text and the text that the model adds; `None` if no sample is requested, or if the
 /// model outputs no valid numbers.
 ///
-/// Collective: all ranks run the sharded model together, and continue with rank 0's token.
+/// Collective: all ranks gather the sharded model together, and rank 0 continues the text.
 pub(crate) fn generate<M: LanguageModel>(
     model: &M,
     config: &TrainConfig,
     world: &ProcessGroup,
 ) -> Result<Option<Vec<u8>>, RankError> {
     let len = MAX_PROMPT_TOKENS.min(config.model.seq());
-    let Some((codec, prompt)) = config.data.prompt(len).filter(|_| config.sample_tokens > 0) else {
+    let Some((codec, tokens)) = config.data.prompt(len).filter(|_| config.sample_tokens > 0) else {
         return Ok(None);
     };
     let sample = Sample {
@@ -35,10 +35,13 @@ pub(crate) fn generate<M: LanguageModel>(
         num_tokens: config.sample_tokens,
         // The prompt is from the middle of a text, so no token ends the sample.
         ends: Vec::new(),
-        seed: config.seed,
         stops: Vec::new(),
         choice: Choice::by_temperature(TEMPERATURE),
         device: config.device(world),
+    };
+    let prompt = Prompt {
+        tokens,
+        seed: config.seed,
     };
     let is_stopped = || config.is_stopped();
     match sample.go_on(&model.valid(), prompt, world, is_stopped) {

@@ -136,6 +136,18 @@ fn each_family_generates_the_text_of_transformers() {
             assert_eq!(run.code, 0, "{name}: {}", run.stderr);
             assert_eq!(run.stdout.trim_end(), words.join(" "), "{name}");
         }
+        // Neighbors of other lengths change nothing.
+        let mut command = folder.command(&format!(
+            "generate --init {name} --tokens {} --temperature 0 --ranks 2",
+            num_tokens - 4
+        ));
+        for prompt in ["w5", "w1 w2 w3 w4", "w7 w8 w9 w3 w2 w6", "w4 w4"] {
+            command.args(["--prompt", prompt]);
+        }
+        let run = Run::of(command.output().expect("the command starts"));
+        assert_eq!(run.code, 0, "{name}: {}", run.stderr);
+        let expected = format!("[2/4]\n{}\n", words.join(" "));
+        assert!(run.stdout.contains(&expected), "{name}: {}", run.stdout);
     }
 }
 

@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::command::{Folder, Run, crate_folder, last_report, losses, relative_difference};
 use crate::skipped::python;
 
-const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
+pub(crate) const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
 
 /// Three query heads per key head, and a head that is not tied.
 const LLAMA: LlamaConfig = LlamaConfig {
@@ -57,7 +57,7 @@ impl ModuleMapper for Larger {
 }
 
 /// Creates the folders `llama` and `gpt2`, with random weights.
-fn folders() -> Folder {
+pub(crate) fn folders() -> Folder {
     let folder = Folder::new();
     let device = Device::flex();
     for (name, factor) in [("llama", 8.0), ("other", 7.0)] {

@@ -40,6 +40,7 @@ mod pages;
 mod plan;
 #[cfg(feature = "mpi")]
 mod processes;
+mod prompts;
 mod report;
 mod restarts;
 mod runs;

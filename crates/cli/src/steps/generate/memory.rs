@@ -1,0 +1,98 @@
+//! The memory that a generation needs.
+
+use std::collections::BTreeMap;
+
+use burn_fsdp_models::ModelConfig;
+
+use crate::error::InputError;
+use crate::host;
+use crate::train::Ranks;
+
+/// Checks that this process has memory for its ranks' shards, one full unit for each rank, and the keys and values of
+/// `batch` of the prompts, which all ranks divide. `lengths` are the most tokens of each prompt with its answer.
+pub(super) fn check(
+    model: &ModelConfig,
+    ranks: &Ranks,
+    lengths: &[usize],
+    batch: usize,
+) -> Result<(), InputError> {
+    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
+        return Ok(());
+    };
+    const GIB: u128 = 1 << 30;
+    const ELEMENT: u128 = 4;
+    let params = model.num_params();
+    let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
+    let unit = ELEMENT * largest_unit(model)? as u128;
+    // The longest prompts may all be on one rank.
+    let mut longest: Vec<_> = lengths.iter().map(|len| (*len).min(model.seq())).collect();
+    longest.sort_unstable_by(|a, b| b.cmp(a));
+    let here = batch
+        .div_ceil(ranks.number())
+        .saturating_mul(ranks.of_process());
+    // A cache has room for a quarter more.
+    let seen: usize = longest.iter().take(here).map(|len| len + len / 4).sum();
+    let seen = seen as u128;
+    let width = match model {
+        ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
+        ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
+    };
+    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
+    let needed = (shards + unit).saturating_mul(ranks.of_process() as u128) + cache;
+    let available = u128::from(available);
+    if needed > available {
+        Err(InputError::TooLittleMemory {
+            params,
+            ranks: ranks.number(),
+            needed: needed.div_ceil(GIB),
+            available: available / GIB,
+        })
+    } else {
+        Ok(())
+    }
+}
+
+/// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
+fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
+    let mut units: BTreeMap<String, usize> = BTreeMap::new();
+    for spec in model.parameters()? {
+        let block = spec.path.split('.').take(2).collect::<Vec<_>>();
+        let unit = match block[..] {
+            [list, index] if index.parse::<usize>().is_ok() => format!("{list}.{index}"),
+            _ => String::new(),
+        };
+        *units.entry(unit).or_default() += spec.shape.iter().product::<usize>();
+    }
+    Ok(units.into_values().max().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fsdp_models::{GptConfig, LlamaConfig};
+
+    use super::*;
+
+    #[test]
+    fn the_largest_unit_is_a_block_or_the_root() {
+        let sizes = |vocab| GptConfig {
+            vocab,
+            seq: 8,
+            layers: 3,
+            dim: 16,
+            heads: 2,
+        };
+        // The difference between three blocks and two is one block.
+        let of = |layers| ModelConfig::Gpt(GptConfig { layers, ..sizes(5) }).num_params();
+        let block = of(3) - of(2);
+        assert_eq!(largest_unit(&ModelConfig::Gpt(sizes(5))).ok(), Some(block));
+        let wide = ModelConfig::Gpt(sizes(9_000));
+        let root = wide.num_params() - 3 * block;
+        assert!(root > block);
+        assert_eq!(largest_unit(&wide).ok(), Some(root));
+        let llama = LlamaConfig::preset("7b").expect("a preset");
+        let one = ModelConfig::Llama(LlamaConfig { layers: 1, ..llama }).num_params();
+        let two = ModelConfig::Llama(LlamaConfig { layers: 2, ..llama }).num_params();
+        let largest = largest_unit(&ModelConfig::Llama(llama)).ok();
+        assert_eq!(largest, Some((two - one).max(one - (two - one))));
+    }
+}
