@@ -2,6 +2,7 @@
 
 mod check;
 mod headings;
+mod lora;
 mod model;
 mod optimizer;
 mod plan;
@@ -18,6 +19,7 @@ use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
+pub(crate) use lora::{ForTarget, LoraArgs};
 pub(crate) use model::{DataArgs, DataFormat, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
