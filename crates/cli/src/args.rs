@@ -257,7 +257,7 @@ pub(crate) struct ShardingArgs {
     /// Number of copies of the shards with hybrid-shard, or `host` for one per machine [default: 2]
     ///
     /// Must divide --ranks. Needs --strategy hybrid-shard.
-    #[arg(long, value_name = "REPLICAS")]
+    #[arg(long, value_name = "REPLICAS", hide_short_help = true)]
     pub(crate) replicate_size: Option<ReplicateSize>,
     /// Minimum number of parameters of a unit [default: one unit per transformer block]
     #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]
