@@ -1,31 +1,158 @@
 //! Low-rank adapters on frozen weights. Saved steps contain only the adapters and a checksum of the base weights.
 
+pub(crate) mod error;
+mod factors;
+mod folder;
+mod names;
+mod sizes;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use burn::module::{Lora, Module, ParamGroup};
+use burn::module::Module;
 use burn_fsdp::compile::{Batch, CompiledStep};
 use burn_fsdp::internals::checkpoint::TrainingState;
 use burn_fsdp::internals::compile::BackendIr;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
-use burn_fsdp_models::{Architecture, ModelError, WeightsFile};
+use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::args::{ForTarget, LoraArgs};
 use crate::error::{InputError, RankError};
 use crate::random::mixed;
+
+use error::AdapterError;
+pub(crate) use factors::Factors;
+pub(crate) use folder::{PeftFolder, Use};
+use names::selected;
+pub(crate) use names::{ends_of, module_of, numbered};
+pub(crate) use sizes::{AdapterSizes, MatrixSizes, Scaling, matrices_of};
 
 /// Name of the adapters' section in a saved step.
 const SECTION: &str = "adapters";
 
-/// The rank and alpha of adapters.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) struct AdapterSizes {
-    /// Rank: the dimension between the two factors of an adapter.
-    pub(crate) rank: usize,
-    /// LoRA alpha: the product of the factors is scaled by alpha / rank.
-    pub(crate) alpha: f64,
+/// The adapters that a run trains.
+#[derive(Debug)]
+pub(crate) struct TrainedAdapters {
+    pub(crate) sizes: AdapterSizes,
+    /// The initial values; if `None`, Burn draws them.
+    pub(crate) factors: Option<Factors>,
+}
+
+impl TrainedAdapters {
+    /// Returns the adapters that the flags select, if any, after checking them against the model.
+    pub(crate) fn of_args(
+        args: &LoraArgs,
+        model: &ModelConfig,
+    ) -> Result<Option<Self>, InputError> {
+        if let Some(path) = &args.adapter {
+            let folder = PeftFolder::read(path, model, Use::Training)?;
+            return Ok(Some(Self {
+                sizes: folder.sizes,
+                factors: Some(folder.factors),
+            }));
+        }
+        let Some(rank) = args.lora else {
+            return Ok(None);
+        };
+        let sizes = sizes_of_args(args, rank, model)?;
+        let factors = None;
+        Ok(Some(Self { sizes, factors }))
+    }
+}
+
+/// Returns the matrices that `--lora` and its flags select, with ranks and alphas.
+fn sizes_of_args(
+    args: &LoraArgs,
+    rank: usize,
+    model: &ModelConfig,
+) -> Result<AdapterSizes, InputError> {
+    if rank == 0 {
+        return Err(InputError::Zero { flag: "--lora" });
+    }
+    let alpha = args.lora_alpha.unwrap_or(2.0 * rank as f64);
+    for (flag, value, is_valid, expected) in [
+        (
+            "--lora-alpha",
+            alpha,
+            alpha.is_finite() && alpha > 0.0,
+            "a number above 0",
+        ),
+        (
+            "--lora",
+            rank as f64,
+            rank <= model.dim(),
+            "at most the hidden size of the model",
+        ),
+    ] {
+        if !is_valid {
+            return Err(InputError::OutOfRange {
+                flag,
+                value,
+                expected,
+            });
+        }
+    }
+    let all = matrices_of(model)?;
+    let everything: Vec<_> = all.iter().collect();
+    let mut adapted = everything.clone();
+    if !args.lora_targets.is_empty() {
+        let mut paths = BTreeSet::new();
+        for target in &args.lora_targets {
+            let found = selected("--lora-targets", target, &everything)?;
+            paths.extend(found.into_iter().map(|spec| spec.path.as_str()));
+        }
+        adapted.retain(|spec| paths.contains(spec.path.as_str()));
+    }
+    let mut ranks: BTreeMap<_, _> = adapted.iter().map(|spec| (&spec.path, rank)).collect();
+    for ForTarget { target, value } in &args.lora_rank_pattern {
+        let flag = "--lora-rank-pattern";
+        if !(1..=model.dim()).contains(value) {
+            let expected = "from 1 to the hidden size of the model";
+            return Err(wrong(flag, target, *value as f64, expected).into());
+        }
+        let found = selected(flag, target, &adapted)?;
+        ranks.extend(found.into_iter().map(|spec| (&spec.path, *value)));
+    }
+    let sizes = ranks.into_iter().map(|(path, rank)| {
+        let alpha = args.lora_alpha.unwrap_or(2.0 * rank as f64);
+        (path.clone(), MatrixSizes { rank, alpha })
+    });
+    let mut sizes: BTreeMap<_, _> = sizes.collect();
+    for ForTarget { target, value } in &args.lora_alpha_pattern {
+        let flag = "--lora-alpha-pattern";
+        if !(value.is_finite() && *value > 0.0) {
+            return Err(wrong(flag, target, *value, "above 0").into());
+        }
+        for spec in selected(flag, target, &adapted)? {
+            if let Some(sizes) = sizes.get_mut(&spec.path) {
+                sizes.alpha = *value;
+            }
+        }
+    }
+    let scaling = if args.rslora {
+        Scaling::ByRootOfRank
+    } else {
+        Scaling::ByRank
+    };
+    Ok(AdapterSizes::new(
+        MatrixSizes { rank, alpha },
+        scaling,
+        sizes,
+        &all,
+    ))
+}
+
+fn wrong(flag: &'static str, target: &str, value: f64, expected: &'static str) -> AdapterError {
+    AdapterError::Number {
+        flag,
+        target: target.chars().take(100).collect(),
+        value,
+        expected,
+    }
 }
 
 /// The adapters of a step, and a checksum of the frozen weights that they belong to.
@@ -35,34 +162,6 @@ pub(crate) struct Adapters {
     pub(crate) sizes: AdapterSizes,
     /// Checksum of the frozen weights, in hexadecimal digits.
     base: String,
-}
-
-impl AdapterSizes {
-    /// Returns true if the rank is from 1 to `dim`, the model's width, and alpha is positive and finite.
-    pub(crate) fn is_valid(&self, dim: usize) -> bool {
-        let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
-        has_alpha && (1..=dim).contains(&self.rank)
-    }
-
-    /// Returns Burn's LoRA configuration for the matrices of the blocks.
-    pub(crate) fn lora<A: Architecture>(&self, model: A) -> Lora {
-        let adapted = ParamGroup::from_paths(adapted(model).map(|(path, _)| path).collect());
-        Lora::new(self.rank, self.alpha).set_param_group(adapted)
-    }
-
-    /// Returns the number of elements of all factors.
-    pub(crate) fn num_params<A: Architecture>(&self, model: A) -> usize {
-        let elements = adapted(model).map(|(_, sides)| self.rank * sides);
-        elements.sum()
-    }
-}
-
-/// Returns the path of each adapted matrix, with the sum of its two dims.
-fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
-    let blocks = A::BLOCKS.trim_end_matches('*');
-    let table = model.parameters().into_iter();
-    let matrices = table.filter(move |spec| spec.path.starts_with(blocks) && spec.shape.len() == 2);
-    matrices.map(|spec| (spec.path, spec.shape.iter().sum()))
 }
 
 /// Returns true for the path of an adapter's factor.
@@ -79,21 +178,23 @@ pub(crate) fn is_saved(adapters: Option<&Adapters>) -> impl Fn(&str) -> bool + u
 impl Adapters {
     /// Describes the adapters of a sharded model whose frozen weights are loaded. Collective.
     pub(crate) fn of<M: Module>(
-        sizes: AdapterSizes,
+        sizes: &AdapterSizes,
         model: &M,
         mesh: &ProcessMesh,
     ) -> Result<Self, RankError> {
         let base = format!("{:016x}", checksum(model, mesh)?);
+        let sizes = sizes.clone();
         Ok(Self { sizes, base })
     }
 
     /// Describes the adapters of a compiled step whose frozen weights are loaded. Collective.
     pub(crate) fn of_compiled<B: Batch, Be: BackendIr, O>(
-        sizes: AdapterSizes,
+        sizes: &AdapterSizes,
         step: &mut CompiledStep<B, Be, O>,
         mesh: &ProcessMesh,
     ) -> Result<Self, RankError> {
         let base = format!("{:016x}", checksum_compiled(step, mesh)?);
+        let sizes = sizes.clone();
         Ok(Self { sizes, base })
     }
 
@@ -111,7 +212,7 @@ impl Adapters {
 
     /// Describes the adapters of a model whose frozen weights are in a file or folder. Reads all of them, one at a time.
     pub(crate) fn of_weights<A: Architecture>(
-        sizes: AdapterSizes,
+        sizes: &AdapterSizes,
         weights: &WeightsFile<A>,
     ) -> Result<Self, ModelError> {
         let mut sum = 0_u64;
@@ -122,16 +223,18 @@ impl Adapters {
             sum = sum.wrapping_add(checksum_of(&spec.path, elements, &bytes));
         }
         let base = format!("{sum:016x}");
+        let sizes = sizes.clone();
         Ok(Self { sizes, base })
     }
 
     /// Checks that a step's adapters belong to these frozen weights.
     pub(crate) fn check(&self, saved: &TrainingState) -> Result<(), Box<InputError>> {
         match Self::of_step(saved) {
-            Some(found) if found.base != self.base => Err(Box::new(InputError::OtherBase {
-                expected: found.base,
-                found: self.base.clone(),
-            })),
+            Some(found) if found.base != self.base => {
+                let (expected, found) = (found.base, self.base.clone());
+                let error = AdapterError::OtherBase { expected, found };
+                Err(Box::new(error.into()))
+            }
             _ => Ok(()),
         }
     }
@@ -140,27 +243,47 @@ impl Adapters {
 /// Checks, before any rank starts, that a step has adapters of the sizes `own`, or none if `own` is `None`.
 pub(crate) fn check_sizes(
     saved: &TrainingState,
-    own: Option<AdapterSizes>,
-) -> Result<(), InputError> {
+    own: Option<&AdapterSizes>,
+    model: &ModelConfig,
+) -> Result<(), AdapterError> {
     let found = Adapters::of_step(saved).map(|adapters| adapters.sizes);
-    if found == own {
-        Ok(())
-    } else {
-        Err(InputError::OtherAdapters {
-            step: saved.step,
-            found: described(found),
+    let step = saved.step;
+    match (&found, own) {
+        (found, own) if found.as_ref() == own => Ok(()),
+        (Some(found), Some(own)) if described(Some(found)) == described(Some(own)) => {
+            let path = found.first_difference(own, model).unwrap_or_default();
+            let on = |sizes: &AdapterSizes| match sizes.of(&path) {
+                None => "no adapter".to_owned(),
+                Some(MatrixSizes { rank, alpha }) => {
+                    format!("an adapter of rank {rank} and alpha {alpha}")
+                }
+            };
+            let (found, expected) = (on(found), on(own));
+            Err(AdapterError::OtherMatrix {
+                step,
+                path,
+                found,
+                expected,
+            })
+        }
+        (found, own) => Err(AdapterError::OtherAdapters {
+            step,
+            found: described(found.as_ref()),
             expected: described(own),
-        })
+        }),
     }
 }
 
-fn described(sizes: Option<AdapterSizes>) -> String {
-    match sizes {
-        None => "the whole model".to_owned(),
-        Some(AdapterSizes { rank, alpha }) => {
-            format!("adapters of --lora {rank} --lora-alpha {alpha}")
-        }
-    }
+fn described(sizes: Option<&AdapterSizes>) -> String {
+    let Some(sizes) = sizes else {
+        return "the whole model".to_owned();
+    };
+    let scaling = match sizes.scaling {
+        Scaling::ByRank => "",
+        Scaling::ByRootOfRank => " --rslora",
+    };
+    let AdapterSizes { rank, alpha, .. } = sizes;
+    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}")
 }
 
 /// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each

@@ -2,6 +2,7 @@
 
 mod check;
 mod headings;
+mod lora;
 mod model;
 mod optimizer;
 mod plan;
@@ -18,6 +19,7 @@ use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
+pub(crate) use lora::{ForTarget, LoraArgs};
 pub(crate) use model::{DataArgs, DataFormat, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
@@ -257,7 +259,7 @@ pub(crate) struct ShardingArgs {
     /// Number of copies of the shards with hybrid-shard, or `host` for one per machine [default: 2]
     ///
     /// Must divide --ranks. Needs --strategy hybrid-shard.
-    #[arg(long, value_name = "REPLICAS")]
+    #[arg(long, value_name = "REPLICAS", hide_short_help = true)]
     pub(crate) replicate_size: Option<ReplicateSize>,
     /// Minimum number of parameters of a unit [default: one unit per transformer block]
     #[arg(long, value_name = "PARAMETERS", hide_short_help = true)]

@@ -12,6 +12,8 @@ use burn_fsdp_data::DataError;
 use burn_fsdp_models::{ModelConfig, ModelError};
 pub(crate) use prompt::PromptError;
 
+use crate::adapters::error::AdapterError;
+
 /// The failure of a command.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
@@ -227,21 +229,6 @@ pub(crate) enum InputError {
     SizeOfFolder { flag: &'static str, path: PathBuf },
 
     #[error(
-        "step {step} was saved with {found}, but this run trains {expected}; pass the same --lora and --lora-alpha"
-    )]
-    OtherAdapters {
-        step: u64,
-        found: String,
-        expected: String,
-    },
-
-    #[error(
-        "the adapters of the step belong to weights with checksum {expected}, but the weights of --init have \
-         {found}; pass the --init that they were trained with"
-    )]
-    OtherBase { expected: String, found: String },
-
-    #[error(
         "{} was trained on the tokens of {found}, not of {given}; pass that tokenizer with --tokenizer",
         path.display()
     )]
@@ -271,12 +258,6 @@ pub(crate) enum InputError {
 
     #[error("there is no model to generate with; name a step, or pass --init FOLDER")]
     NoModel,
-
-    #[error(
-        "{} has only adapters; pass --init FOLDER with the weights that they were trained on",
-        path.display()
-    )]
-    AdaptersAlone { path: PathBuf },
 
     #[error(
         "{}: transformers does not have this command's {model}; write it with --format safetensors",
@@ -383,6 +364,9 @@ pub(crate) enum InputError {
 
     #[error("{}: {problem}; --chat-field and --chat need the chat template of a model for chats", path.display())]
     ChatFile { path: PathBuf, problem: String },
+
+    #[error(transparent)]
+    Adapter(#[from] AdapterError),
 
     #[error(transparent)]
     Model(#[from] ModelError),

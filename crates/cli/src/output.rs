@@ -22,22 +22,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         ("--trace", args.output.trace.as_deref(), Kind::Whole),
         ("--curve", Some(args.output.curve.as_path()), Kind::Whole),
     ];
-    let mut taken: Vec<(&'static str, PathBuf)> = Vec::new();
-    for (flag, path) in [
-        ("--init", args.model.init.as_deref()),
-        ("--data", args.data.data.as_deref()),
-        (
-            "--checkpoint-dir",
-            args.checkpoint.checkpoint_dir.as_deref(),
-        ),
-        ("--offload", args.sharding.offload.as_deref()),
-        (
-            "--tokenizer",
-            args.data.tokenizer.as_ref().and_then(TokenizerArg::file),
-        ),
-    ] {
-        taken.extend(path.map(|path| (flag, identity(path))));
-    }
+    let mut taken = inputs(args);
     if let (Some(data), Some(folder)) = (&args.data.data, &args.checkpoint.checkpoint_dir)
         && lies_among_steps(&identity(data), folder)
     {
@@ -80,8 +65,11 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
                 path: path.to_owned(),
             });
         }
-        let init = args.model.init.as_deref().map(self::identity);
-        if let Some(problem) = overwrites(&identity, init.as_deref()) {
+        // The folders of the model and of its adapters.
+        let mut read = taken.iter().filter(|(flag, _)| MODELS.contains(flag));
+        let problem =
+            read.find_map(|(flag, folder)| overwrites(&identity, Some((*flag, folder.as_path()))));
+        if let Some(problem) = problem.or_else(|| overwrites(&identity, None)) {
             return Err(InputError::Output {
                 flag,
                 path: path.to_owned(),
@@ -93,9 +81,34 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// Returns a problem if writing a file would damage a saved step or the folder of `--init`. New files may be added to
-/// that folder.
-fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
+/// Returns the flags that name files or folders to read, and what they name.
+fn inputs(args: &TrainArgs) -> Vec<(&'static str, PathBuf)> {
+    let mut taken: Vec<(&'static str, PathBuf)> = Vec::new();
+    for (flag, path) in [
+        ("--init", args.model.init.as_deref()),
+        ("--adapter", args.model.lora.adapter.as_deref()),
+        ("--data", args.data.data.as_deref()),
+        (
+            "--checkpoint-dir",
+            args.checkpoint.checkpoint_dir.as_deref(),
+        ),
+        ("--offload", args.sharding.offload.as_deref()),
+        (
+            "--tokenizer",
+            args.data.tokenizer.as_ref().and_then(TokenizerArg::file),
+        ),
+    ] {
+        taken.extend(path.map(|path| (flag, identity(path))));
+    }
+    taken
+}
+
+/// Flags of folders whose files are not replaced.
+const MODELS: [&str; 2] = ["--init", "--adapter"];
+
+/// Returns a problem if writing a file would damage a saved step or a folder of a model. New files may be added to that
+/// folder.
+fn overwrites(file: &Path, model: Option<(&str, &Path)>) -> Option<String> {
     /// Extensions of model files.
     const MODEL: [&str; 8] = [
         "bin",
@@ -118,9 +131,9 @@ fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
         let end = file.extension().and_then(|end| end.to_str());
         end.is_some_and(|end| MODEL.contains(&end))
     };
-    let is_in = init.is_some_and(|init| file.starts_with(init));
-    (is_in && file.exists() && is_of_model())
-        .then(|| "is a file of the --init folder; name another".to_owned())
+    let (flag, _) = model.filter(|(_, folder)| file.starts_with(folder))?;
+    (file.exists() && is_of_model())
+        .then(|| format!("is a file of the {flag} folder; name another"))
 }
 
 /// Checks that a folder for TensorBoard's event files can be created, and that it is not a saved step.

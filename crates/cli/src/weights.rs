@@ -8,7 +8,7 @@ use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
-use crate::adapters::is_factor;
+use crate::adapters::{Factors, is_factor};
 use crate::error::RankError;
 
 /// Checks that a file or folder has the weights of a model.
@@ -20,40 +20,43 @@ pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> 
     }
 }
 
-/// Reads this rank's shards of a sharded model. The adapters' factors stay unchanged.
+/// Reads this rank's shards of a sharded model. The adapters' factors stay unchanged, unless `factors` has them.
 pub(crate) fn read_shards<A: Architecture>(
     sizes: A,
     path: &Path,
+    factors: Option<&Factors>,
     model: A::Model,
 ) -> Result<A::Model, RankError> {
     let weights = WeightsFile::open(path, sizes)?;
     load_local_state(model, |tensor| {
-        if is_factor(&tensor.path) {
-            return Ok(None);
-        }
-        let values = weights.read(&tensor.path, tensor.range())?;
-        Ok::<_, RankError>(Some(
-            values.into_iter().flat_map(f32::to_ne_bytes).collect(),
-        ))
+        let values = if is_factor(&tensor.path) {
+            factors.and_then(|factors| factors.part(&tensor.path, tensor.range()))
+        } else {
+            Some(weights.read(&tensor.path, tensor.range())?)
+        };
+        let bytes = |values: Vec<f32>| values.into_iter().flat_map(f32::to_ne_bytes).collect();
+        Ok::<_, RankError>(values.map(bytes))
     })
 }
 
 /// Reads this rank's part of a tensor of a compiled step. Returns `None` for a tensor that no file has: an adapter's
-/// factor, or any tensor if there is no file.
+/// factor that is not in `factors`, or any tensor if there is no file.
 pub(crate) fn read_part<A: Architecture>(
     file: Option<&WeightsFile<A>>,
+    factors: Option<&Factors>,
     part: &ShardSpec<'_>,
 ) -> Result<Option<TensorData>, RankError> {
     let path = &part.whole.path;
-    let Some(file) = file.filter(|_| !is_factor(path)) else {
-        return Ok(None);
-    };
     let Region::Flat(range) = &part.region else {
         unreachable!(
             "the command divides parameters into flat shards, but these are {}",
             part.region
         );
     };
-    let values = file.read(path, range.clone())?;
-    Ok(Some(TensorData::new(values, part.shape.clone())))
+    let values = match (file, is_factor(path)) {
+        (_, true) => factors.and_then(|factors| factors.part(path, range.clone())),
+        (Some(file), false) => Some(file.read(path, range.clone())?),
+        (None, false) => None,
+    };
+    Ok(values.map(|values| TensorData::new(values, part.shape.clone())))
 }

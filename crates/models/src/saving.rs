@@ -78,7 +78,9 @@ pub(crate) fn write<M: ModuleSnapshot>(
 ) -> Result<(), ModelError> {
     let mut store = SafetensorsStore::from_file(path)
         .with_to_adapter(adapter)
-        // Readers of Hugging Face's models require this entry.
+        // The store writes entries in random order, but equal weights must become equal files. Readers of Hugging Face's
+        // models require this entry.
+        .clear_metadata()
         .metadata("format", "pt")
         .skip_enum_variants(false)
         .overwrite(true);

@@ -23,10 +23,21 @@ pub(crate) struct Found {
     pub(crate) device: Device,
     /// True if the parameter is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// For a factor of an adapter that is about to be created: the path of the parameter that it adapts.
-    pub(crate) factor_of: Option<String>,
+    /// The adapter of a factor that is about to be created.
+    pub(crate) factor_of: Option<NewAdapter>,
     /// The layer around the parameter, if the layer computes in only one type.
     pub(crate) layer: Option<Arc<Layer>>,
+}
+
+/// An adapter that sharding attaches.
+#[derive(Debug, Clone)]
+pub(crate) struct NewAdapter {
+    /// The path of the parameter that it adapts.
+    pub(crate) path: String,
+    /// The factor by which the product of both factors is multiplied.
+    pub(crate) scale: f64,
+    /// The standard deviation of the initial values of `a`.
+    pub(crate) std: f64,
 }
 
 impl Found {

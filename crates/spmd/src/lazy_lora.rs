@@ -18,11 +18,30 @@ use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
 /// use burn_fsdp_spmd::LazyLora;
 ///
 /// let model = LinearConfig::new(64, 64).init(&Device::flex());
-/// let model = model.apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+/// let model = model.apply_reparameterization(LazyLora::new(Lora::new(4, 8.0)));
 /// assert!(!model.weight.is_initialized());
 /// ```
 #[derive(Debug, Clone)]
-pub struct LazyLora(pub Lora);
+pub struct LazyLora {
+    /// The last group that matches a parameter adapts it.
+    groups: Vec<Lora>,
+}
+
+impl LazyLora {
+    /// Creates adapters with one configuration.
+    #[must_use]
+    pub fn new(lora: Lora) -> Self {
+        Self { groups: vec![lora] }
+    }
+
+    /// Adds another group of parameters, which may have another rank and alpha. If the groups of two configurations
+    /// match a parameter, the later one wins, as in the policy of the eager engine.
+    #[must_use]
+    pub fn and(mut self, lora: Lora) -> Self {
+        self.groups.push(lora);
+        self
+    }
+}
 
 impl Reparameterizer for LazyLora {
     type Reparam = LoraAdapter;
@@ -32,11 +51,11 @@ impl Reparameterizer for LazyLora {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
-        let Self(lora) = self;
-        let is_adapted = D == 2 && lora.param_group.matches(&param.id, Some(path));
-        if !is_adapted {
+        let mut groups = self.groups.iter().rev().filter(|_| D == 2);
+        let lora = groups.find(|lora| lora.param_group.matches(&param.id, Some(path)));
+        let Some(lora) = lora else {
             return (param.set_require_grad(false), None);
-        }
+        };
         let (device, shape) = (param.lazy_device(), shape_of(&param));
         let made = param.is_initialized().then(|| param.base().dtype());
         let own = made.filter(|dtype| dtype.is_float()).map(FloatDType::from);

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::headings::FINE_TUNING;
+use super::lora::LoraArgs;
 use crate::codec::TokenizerArg;
-
-/// The heading of flags that start from another model.
-const FINE_TUNING: &str = "Fine-tuning";
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -45,22 +44,8 @@ pub(crate) struct ModelArgs {
     /// A file must use PyTorch's parameter names. Each rank reads only its shards.
     #[arg(long, value_name = "PATH", help_heading = FINE_TUNING)]
     pub(crate) init: Option<PathBuf>,
-    /// Freeze the weights of --init, and train LoRA adapters of this rank
-    ///
-    /// Adapts all matrices of the blocks. Saved steps contain only the adapters; pass the same --init to resume.
-    /// Conflicts with --save-init, --no-decay and --optimizer muon.
-    #[arg(long, value_name = "RANK", requires = "init", help_heading = FINE_TUNING)]
-    pub(crate) lora: Option<usize>,
-    /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]
-    #[arg(
-        long,
-        value_name = "ALPHA",
-        requires = "lora",
-        allow_negative_numbers = true,
-        help_heading = FINE_TUNING,
-        hide_short_help = true
-    )]
-    pub(crate) lora_alpha: Option<f64>,
+    #[command(flatten)]
+    pub(crate) lora: LoraArgs,
 }
 
 /// The architectures that `train` supports.

@@ -10,7 +10,7 @@ use burn_fsdp::internals::checkpoint::{
 };
 use burn_fsdp_models::{Architecture, ModelConfig, ParameterSpec, WeightsFile};
 
-use crate::adapters::Adapters;
+use crate::adapters::{Adapters, PeftFolder};
 use crate::args::{ConsolidateArgs, FormatArg, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
@@ -21,7 +21,12 @@ use crate::steps::peft;
 
 /// Writes the model of a step as plain safetensors or as a Hugging Face folder.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
-    let written = with_step(&args.step, |step| write(&args, &step))?;
+    let written = match &args.init {
+        Some(init) if args.merge && PeftFolder::is_at(&args.step) => {
+            merge::write_folder(&args, init)?
+        }
+        _ => with_step(&args.step, |step| write(&args, &step))?,
+    };
     console::answer(format_args!(
         "{} tensors, {} bytes, in {} files: {}",
         written.num_tensors,
@@ -123,12 +128,15 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     }
     let (table, file_name, config_name, config) = match adapters {
         None => (table(step)?, "model", "config.json", sizes),
-        Some(adapters) => (
-            peft::table(step, &bounded_table(step, &model)?),
-            "adapter_model",
-            "adapter_config.json",
-            peft::config(&model, adapters.sizes),
-        ),
+        Some(adapters) => {
+            let parameters = bounded_table(step, &model)?;
+            (
+                peft::table(step, &parameters),
+                "adapter_model",
+                "adapter_config.json",
+                peft::config(&model, &parameters, &adapters.sizes),
+            )
+        }
     };
     let mut files = vec![(config_name.to_owned(), text_of(&config))];
     files.extend(beside.files);
@@ -153,7 +161,7 @@ fn check_base(
 ) -> Result<(), InputError> {
     fn base<A: Architecture>(sizes: A, adapters: &Adapters, init: &Path) -> Option<Adapters> {
         let weights = WeightsFile::open(init, sizes).ok()?;
-        Adapters::of_weights(adapters.sizes, &weights).ok()
+        Adapters::of_weights(&adapters.sizes, &weights).ok()
     }
     let base = match *model {
         ModelConfig::Gpt(sizes) => base(sizes, adapters, init),

@@ -21,6 +21,7 @@ use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
+use crate::adapters::error::AdapterError;
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
 use crate::choice::Choice;
@@ -168,14 +169,15 @@ impl Job {
         let training = step.as_ref().map(|step| &step.index().training);
         let adapters = training.and_then(Adapters::of_step);
         let adapters = adapters.map(|adapters| adapters.sizes);
+        let has_adapters = adapters.is_some();
         let model = match (&step, &args.init) {
-            (Some(step), None) => whole_model(step, adapters)?,
+            (Some(step), None) => whole_model(step, has_adapters)?,
             (None, Some(folder)) => model_of_folder(folder)?,
-            (Some(step), Some(folder)) => adapted_model(step, adapters, folder)?,
+            (Some(step), Some(folder)) => adapted_model(step, has_adapters, folder)?,
             (None, None) => return Err(InputError::NoModel),
         };
         if let (Some(step), Some(adapters)) = (&step, &adapters)
-            && !adapters.is_valid(model.dim())
+            && !adapters.is_valid(&model)
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
@@ -236,8 +238,9 @@ impl Job {
         let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
         policy = policy.reshard_root(true).prefetch(0);
-        if let Some(adapters) = &self.adapters {
-            policy = policy.lora(adapters.lora(sizes));
+        let groups = self.adapters.as_ref().map(|adapters| adapters.lora(sizes));
+        for lora in groups.into_iter().flatten() {
+            policy = policy.lora(lora);
         }
         let blank = sizes.blank(&device)?;
         let mut model = match (&self.args.init, &self.step) {
@@ -250,7 +253,7 @@ impl Job {
             }
             (None, None) => return Err(Box::new(InputError::NoModel).into()),
         };
-        if let (Some(step), Some(adapters)) = (&self.step, self.adapters) {
+        if let (Some(step), Some(adapters)) = (&self.step, &self.adapters) {
             Adapters::of(adapters, &model, &mesh)?.check(&step.index().training)?;
             let restored = restore_matching(model, step, is_factor);
             model = restored.map_err(|error| unread(step, error))?;
@@ -318,7 +321,7 @@ fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
 }
 
 /// Returns the model of a Hugging Face folder, which must have the weights.
-fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
+pub(super) fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
     let model = ModelConfig::from_hugging_face(folder)?;
     weights::check(&model, folder)?;
     Ok(model)
@@ -327,10 +330,10 @@ fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
 /// Returns the base model of a step's adapters, from its folder.
 pub(super) fn adapted_model(
     step: &Step,
-    adapters: Option<AdapterSizes>,
+    has_adapters: bool,
     folder: &Path,
 ) -> Result<ModelConfig, InputError> {
-    if adapters.is_none() {
+    if !has_adapters {
         return Err(InputError::Excludes {
             first: "--init",
             second: "a step of a whole model",
@@ -349,12 +352,11 @@ pub(super) fn adapted_model(
 ///
 /// The index may come from anyone, and its configuration may describe a model of any size. The size of the tensors is
 /// bounded by the files, so it is compared before a model is created.
-fn whole_model(step: &Step, adapters: Option<AdapterSizes>) -> Result<ModelConfig, InputError> {
+fn whole_model(step: &Step, has_adapters: bool) -> Result<ModelConfig, InputError> {
     let unknown = |problem: String| unknown(step.path(), problem);
-    if adapters.is_some() {
-        return Err(InputError::AdaptersAlone {
-            path: step.path().to_owned(),
-        });
+    if has_adapters {
+        let path = step.path().to_owned();
+        return Err(AdapterError::Alone { path }.into());
     }
     let model = sizes_of(step)?;
     step.check_sizes()?;

@@ -1,6 +1,5 @@
-//! `consolidate --merge`: a step's adapters, added to the weights that they were trained on.
+//! `consolidate --merge`: adapters of a step or a peft folder, added to the weights that they were trained on.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -8,22 +7,21 @@ use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp::internals::checkpoint::{
     Consolidated, Error as StepError, Step, check_outside_steps,
 };
-use burn_fsdp::internals::mesh::Region;
 use burn_fsdp_models::{
     Architecture, ModelConfig, ModelError, ParameterSpec, WeightsFile, write_weights,
 };
 
-use crate::adapters::{AdapterSizes, Adapters};
+use crate::adapters::{AdapterSizes, Adapters, Factors, PeftFolder, Use};
 use crate::args::ConsolidateArgs;
 use crate::error::{Failure, InputError};
 use crate::steps::beside::{Beside, text_of};
-use crate::steps::generate::adapted_model;
+use crate::steps::generate::{adapted_model, model_of_folder};
 
 /// The file of the merged weights.
 const FILE: &str = "model.safetensors";
 
-/// Writes a folder with the merged model. It is written under a hidden name and renamed, so it appears complete or not
-/// at all. One parameter at a time is in memory, and all factors.
+/// Writes a folder with a step's adapters, merged into the weights of `init`. It is written under a hidden name and
+/// renamed, so it appears complete or not at all. One parameter at a time is in memory, and all factors.
 pub(super) fn write(
     args: &ConsolidateArgs,
     step: &Step,
@@ -38,33 +36,69 @@ pub(super) fn write(
         .into());
     };
     check_outside_steps(step, &args.out).map_err(InputError::from)?;
-    // An empty folder may be replaced, by --overwrite.
+    check_out(args)?;
+    let model = adapted_model(step, true, init)?;
+    let factors = Factors::of_step(step)?;
+    let sizes = adapters.sizes;
+    if !(sizes.is_valid(&model) && factors.fit(&sizes, &model)) {
+        let (path, problem) = (step.path().to_owned(), "its adapters do not fit the model");
+        let problem = problem.to_owned();
+        return Err(InputError::UnknownModel { path, problem }.into());
+    }
+    let product = Product { sizes, factors };
+    merge(args, &args.step, (init, model), (product, Some(step)))
+}
+
+/// Writes a folder with the adapters of a peft folder, merged into the weights of `init`.
+pub(super) fn write_folder(args: &ConsolidateArgs, init: &Path) -> Result<Consolidated, Failure> {
+    let is_full = || fs::read_dir(&args.out).is_ok_and(|mut entries| entries.next().is_some());
+    if args.overwrite && is_full() {
+        let path = args.out.clone();
+        return Err(InputError::FullFolder { path }.into());
+    }
+    check_out(args)?;
+    let model = model_of_folder(init)?;
+    let PeftFolder { sizes, factors } = PeftFolder::read(&args.step, &model, Use::Merging)?;
+    let product = Product { sizes, factors };
+    merge(args, &args.step, (init, model), (product, None))
+}
+
+/// Checks that nothing is at the output's path. An empty folder may be replaced, by --overwrite.
+fn check_out(args: &ConsolidateArgs) -> Result<(), InputError> {
     if args.out.symlink_metadata().is_ok() && !(args.overwrite && args.out.is_dir()) {
         let path = args.out.clone();
-        return Err(InputError::from(StepError::Exists { path }).into());
+        return Err(StepError::Exists { path }.into());
     }
-    match adapted_model(step, Some(adapters.sizes), init)? {
+    Ok(())
+}
+
+fn merge(
+    args: &ConsolidateArgs,
+    from: &Path,
+    (init, model): (&Path, ModelConfig),
+    adapters: (Product, Option<&Step>),
+) -> Result<Consolidated, Failure> {
+    match model {
         ModelConfig::Gpt(_) => {
-            let (path, model) = (step.path().to_owned(), "gpt");
+            let (path, model) = (from.to_owned(), "gpt");
             Err(InputError::NotInTransformers { path, model }.into())
         }
-        model @ ModelConfig::Llama(sizes) => merged(args, step, (init, model), sizes, adapters),
-        model @ ModelConfig::Gpt2(sizes) => merged(args, step, (init, model), sizes, adapters),
+        ModelConfig::Llama(sizes) => merged(args, (init, model), sizes, adapters),
+        ModelConfig::Gpt2(sizes) => merged(args, (init, model), sizes, adapters),
     }
 }
 
 fn merged<A: Architecture>(
     args: &ConsolidateArgs,
-    step: &Step,
     (init, model): (&Path, ModelConfig),
     sizes: A,
-    adapters: Adapters,
+    (product, step): (Product, Option<&Step>),
 ) -> Result<Consolidated, Failure> {
-    let adapters = adapters.sizes;
     let weights = WeightsFile::open(init, sizes).map_err(InputError::from)?;
-    let base = Adapters::of_weights(adapters, &weights).map_err(InputError::from)?;
-    base.check(&step.index().training).map_err(|error| *error)?;
-    let factors = Factors::read(step, adapters)?;
+    if let Some(step) = step {
+        let base = Adapters::of_weights(&product.sizes, &weights).map_err(InputError::from)?;
+        base.check(&step.index().training).map_err(|error| *error)?;
+    }
     let beside = Beside::of(&model, init)?;
     let mut config = model.to_hugging_face().unwrap_or_default();
     beside.complete(&mut config);
@@ -89,7 +123,7 @@ fn merged<A: Architecture>(
     }
     let table = sizes.parameters();
     let written = write_weights(sizes, &partial.path().join(FILE), move |spec| {
-        factors.added_to(&weights, spec)
+        product.added_to(&weights, spec)
     });
     written.map_err(InputError::from)?;
     open_to_others(partial.path()).map_err(failed)?;
@@ -112,38 +146,13 @@ fn open_to_others(folder: &Path) -> std::io::Result<()> {
     fs::set_permissions(folder, permissions)
 }
 
-/// The factors of adapters, by the path of their matrix.
-struct Factors {
-    /// Alpha divided by the rank.
-    scale: f64,
-    of_matrices: BTreeMap<String, [TensorData; 2]>,
+/// The products of factors, scaled for each matrix.
+struct Product {
+    sizes: AdapterSizes,
+    factors: Factors,
 }
 
-impl Factors {
-    fn read(step: &Step, adapters: AdapterSizes) -> Result<Self, InputError> {
-        let mut of_matrices = BTreeMap::new();
-        let first_factors = step.index().tensors.iter().filter_map(|tensor| {
-            let path = tensor.name.strip_suffix(".lora.a")?;
-            tensor.kind.is_model().then_some(path)
-        });
-        for path in first_factors {
-            let factor = |name: &str| -> Result<TensorData, InputError> {
-                let name = format!("{path}.lora.{name}");
-                let shape = step.tensor(&name)?.shape.clone();
-                let whole = Region::Flat(0..shape.iter().product());
-                let bytes = step.read(&name, &whole)?;
-                let values = bytes.chunks_exact(4).map(|bytes| {
-                    let bytes = bytes.try_into().unwrap_or_default();
-                    f32::from_ne_bytes(bytes)
-                });
-                Ok(TensorData::new(values.collect::<Vec<_>>(), shape))
-            };
-            of_matrices.insert(path.to_owned(), [factor("a")?, factor("b")?]);
-        }
-        let scale = adapters.alpha / adapters.rank as f64;
-        Ok(Self { scale, of_matrices })
-    }
-
+impl Product {
     /// Returns a parameter with the product of its factors, as peft merges them: the product is scaled, then added.
     fn added_to<A: Architecture>(
         &self,
@@ -153,11 +162,11 @@ impl Factors {
         let shape = spec.module_shape();
         let values = weights.read(&spec.path, 0..shape.iter().product())?;
         let values = TensorData::new(values, shape);
-        let Some(factors) = self.of_matrices.get(&spec.path) else {
+        let product = self.factors.product(&spec.path);
+        let (Some(product), Some(scale)) = (product, self.sizes.scale_of(&spec.path)) else {
             return Ok(values);
         };
-        let matrix = |data: &TensorData| Tensor::<2>::from_data(data.clone(), &Device::flex());
-        let [a, b] = [matrix(&factors[0]), matrix(&factors[1])];
-        Ok((matrix(&values) + a.matmul(b).mul_scalar(self.scale)).into_data())
+        let base = Tensor::<2>::from_data(values, &Device::flex());
+        Ok((base + product.mul_scalar(scale)).into_data())
     }
 }

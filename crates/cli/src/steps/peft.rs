@@ -1,12 +1,12 @@
 //! The adapter format of Hugging Face's `peft`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use burn_fsdp::internals::checkpoint::{PlainTensor, Step};
-use burn_fsdp_models::{Architecture, LlamaConfig, ModelConfig, ParameterSpec};
-use serde_json::{Value, json};
+use burn_fsdp_models::{ModelConfig, ParameterSpec};
+use serde_json::{Map, Value, json};
 
-use crate::adapters::AdapterSizes;
+use crate::adapters::{AdapterSizes, Scaling, ends_of, matrices_of, module_of, numbered};
 
 /// Returns the name and orientation of each factor of a step's adapters, by path. The model's table provides the names
 /// of the adapted matrices.
@@ -36,14 +36,26 @@ pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<Strin
     factors.collect()
 }
 
-/// Returns the `adapter_config.json` for adapters of all matrices in the blocks of a model.
-pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
-    let modules = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    let (modules, is_of_conv): (BTreeSet<String>, bool) = match model {
-        ModelConfig::Gpt(_) => (modules(&["qkv", "proj", "fc", "out"]), false),
-        ModelConfig::Llama(sizes) => (matrices(&sizes.parameters()), false),
-        ModelConfig::Gpt2(_) => (modules(&["c_attn", "c_proj", "c_fc"]), true),
-    };
+/// Returns the `adapter_config.json` for adapters of a model with these parameters.
+///
+/// Modules are named by the shortest ends of their names that select exactly these. The keys of the patterns are regular
+/// expressions, which peft compares with the ends of names.
+pub(crate) fn config(
+    model: &ModelConfig,
+    parameters: &[ParameterSpec],
+    adapters: &AdapterSizes,
+) -> Value {
+    let matrices = matrices_of(model).unwrap_or_default();
+    let adapted = matrices.iter().filter_map(|spec| {
+        let sizes = adapters.of(&spec.path)?;
+        Some((module_of(spec), sizes))
+    });
+    let adapted: BTreeMap<_, _> = adapted.collect();
+    let all: Vec<_> = parameters.iter().map(module_of).collect();
+    let modules = ends_of(&adapted.keys().copied().collect(), &all);
+    let sizes = adapted.iter();
+    let ranks = sizes.clone().map(|(module, sizes)| (*module, sizes.rank));
+    let alphas = sizes.map(|(module, sizes)| (*module, sizes.alpha));
     json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -53,17 +65,18 @@ pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": modules,
-        "fan_in_fan_out": is_of_conv,
+        "rank_pattern": pattern(numbered(&ranks.collect(), adapters.rank)),
+        "alpha_pattern": pattern(numbered(&alphas.collect(), adapters.alpha)),
+        "use_rslora": adapters.scaling == Scaling::ByRootOfRank,
+        "fan_in_fan_out": matches!(model, ModelConfig::Gpt2(_)),
         "inference_mode": true,
     })
 }
 
-/// Returns the names of the modules in the blocks of a decoder that have a matrix, which depend on its family.
-fn matrices(parameters: &[ParameterSpec]) -> BTreeSet<String> {
-    let blocks = LlamaConfig::BLOCKS.trim_end_matches('*');
-    let adapted = parameters
-        .iter()
-        .filter(|spec| spec.path.starts_with(blocks) && spec.shape.len() == 2);
-    let modules = adapted.filter_map(|spec| spec.name.strip_suffix(".weight")?.rsplit('.').next());
-    modules.map(str::to_owned).collect()
+/// Returns numbers by regular expressions of modules.
+fn pattern<T: Into<Value>>(numbers: Vec<(&str, T)>) -> Map<String, Value> {
+    let escaped = numbers
+        .into_iter()
+        .map(|(end, number)| (end.replace('.', "\\."), number.into()));
+    escaped.collect()
 }

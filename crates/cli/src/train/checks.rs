@@ -108,7 +108,7 @@ pub(super) fn check_memory(
         Strategy::NoShard => number,
         Strategy::FullShard | Strategy::ShardGradOp => replicas as u128,
     };
-    let values = match (args.model.lora, &args.sharding.offload) {
+    let values = match (args.model.lora.flag(), &args.sharding.offload) {
         // Frozen parameters have neither gradients nor moments.
         (Some(_), _) => params as u128,
         (None, Some(_)) => 2 * params as u128,

@@ -117,13 +117,13 @@ fn traced<A: Architecture>(
     shape: [usize; 2],
     (step, learning_rate): (OptimizerStep, f64),
 ) -> Result<Graph, RankError> {
-    let (seed, adapters) = (config.seed, config.adapters);
+    let (seed, adapters) = (config.seed, config.adapter_sizes().cloned());
     let weighted = config.data.has_weights();
     sizes.validate()?;
     // One element, expanded to the full shape: only the shape and the element type are used.
     let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
     let tokens = || one().expand(shape);
-    let init = move |device: &Device| lazy(sizes, adapters, device, seed);
+    let init = move |device: &Device| lazy(sizes, adapters.as_ref(), device, seed);
     let optimizer = config.optimizer.groups();
     let config = TraceConfig {
         step,
@@ -208,13 +208,18 @@ fn prove<A: Architecture>(
 /// Lazily creates the model to train, with its adapters. The sizes must be valid. Burn draws the adapters' factors.
 fn lazy<A: Architecture>(
     sizes: A,
-    adapters: Option<AdapterSizes>,
+    adapters: Option<&AdapterSizes>,
     device: &Device,
     seed: u64,
 ) -> A::Model {
     let model = sizes.init(device, seed).expect("the sizes were validated");
-    match adapters {
-        Some(adapters) => model.apply_reparameterization(LazyLora(adapters.lora(sizes))),
+    let groups = adapters.map(|adapters| adapters.lora(sizes).into_iter());
+    let lazily = groups.and_then(|mut groups| {
+        let first = LazyLora::new(groups.next()?);
+        Some(groups.fold(first, LazyLora::and))
+    });
+    match lazily {
+        Some(adapters) => model.apply_reparameterization(adapters),
         None => model,
     }
 }
@@ -264,21 +269,22 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         (world, mesh): (&'a ProcessGroup, &'a ProcessMesh),
         on: Be::Device,
     ) -> Result<Self, RankError> {
-        let (seed, adapters) = (config.seed, config.adapters);
+        let (seed, adapters) = (config.seed, config.adapter_sizes().cloned());
         sizes.validate()?;
         let device = config.device(world);
         let own = device.clone();
+        let of_evaluation = adapters.clone();
         let init = move |device: &Device| {
             // On other devices, the model is only inspected.
             if adapters.is_some() && *device == own {
                 device.seed(seed);
             }
-            lazy(sizes, adapters, device, seed)
+            lazy(sizes, adapters.as_ref(), device, seed)
         };
         let loss = loss_on::<A::Model>(&device);
         let held_out = Evaluation::on(
             &device,
-            move |device: &Device| lazy(sizes, adapters, device, seed),
+            move |device: &Device| lazy(sizes, of_evaluation.as_ref(), device, seed),
             loss,
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
@@ -296,7 +302,8 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
         let file = file
             .map(|path| WeightsFile::open(path, sizes))
             .transpose()?;
-        let read = |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), shard);
+        let read =
+            |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), config.factors(), shard);
         let optimizer = config.optimizer.groups();
         let values = (init, read);
         let mut step = compile_on::<Be, _, _, _, _, (), RankError>(
@@ -307,8 +314,8 @@ impl<'a, A: Architecture, Be: BackendIr> Compiled<'a, A, Be> {
             (),
             (&device, on),
         )?;
-        let adapters = config.adapters;
-        let adapters = adapters.map(|adapters| Adapters::of_compiled(adapters, &mut step, mesh));
+        let adapters = config.adapter_sizes();
+        let adapters = adapters.map(|sizes| Adapters::of_compiled(sizes, &mut step, mesh));
         let adapters = adapters.transpose()?;
         Ok(Self {
             adapters,

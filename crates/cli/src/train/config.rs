@@ -11,7 +11,7 @@ use burn_fsdp::internals::testing::Fault;
 use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::ModelConfig;
 
-use crate::adapters::AdapterSizes;
+use crate::adapters::{AdapterSizes, Factors, TrainedAdapters};
 use crate::args::{
     CheckpointArgs, DataArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
 };
@@ -42,7 +42,7 @@ pub(crate) struct TrainConfig {
     /// Tokens in a row of a batch. The model may support longer sequences.
     pub(crate) seq: usize,
     /// Adapters to train, with the weights frozen.
-    pub(crate) adapters: Option<AdapterSizes>,
+    pub(crate) adapters: Option<TrainedAdapters>,
     pub(crate) seed: u64,
     /// File or folder with the initial weights; if `None`, they are random.
     pub(crate) init: Option<PathBuf>,
@@ -137,7 +137,7 @@ impl TrainConfig {
         let check = args.sharding.check.check(args.output.operations.is_some());
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
-        let adapters = sizes::adapters(&args, &model)?;
+        let adapters = sizes::adapters(&args.model, &model)?;
         let optimizer = Recipe::new(&args, &model)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
@@ -166,8 +166,9 @@ impl TrainConfig {
             output::check(&args)?;
         }
         let settings = Settings::new(&args, &optimizer, &data, sharding.division(ranks));
-        let is_init_idle = is_init_idle(&args, adapters);
-        let state = (&model, adapters, &settings);
+        let is_init_idle = is_init_idle(&args);
+        let own = adapters.as_ref().map(|adapters| &adapters.sizes);
+        let state = (&model, own, &settings);
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
         warn_of_idle(checkpoints.as_ref(), &args.training, is_init_idle);
         Ok(Self {
@@ -238,9 +239,19 @@ impl TrainConfig {
         self.batch * self.seq
     }
 
+    /// Returns the sizes of the adapters, if nothing else is trained.
+    pub(crate) fn adapter_sizes(&self) -> Option<&AdapterSizes> {
+        self.adapters.as_ref().map(|adapters| &adapters.sizes)
+    }
+
+    /// Returns the initial values of the adapters, unless Burn draws them.
+    pub(crate) fn factors(&self) -> Option<&Factors> {
+        self.adapters.as_ref()?.factors.as_ref()
+    }
+
     /// Returns the number of trained parameters: all parameters, or the adapters' factors.
     pub(crate) fn num_trained_params(&self) -> usize {
-        let Some(adapters) = self.adapters else {
+        let Some(adapters) = self.adapter_sizes() else {
             return self.model.num_params();
         };
         match self.model {
@@ -252,7 +263,7 @@ impl TrainConfig {
 
     /// Returns the number of values that the optimizer keeps for the trained parameters.
     pub(crate) fn num_optimizer_values(&self) -> usize {
-        match self.adapters {
+        match &self.adapters {
             None => self.optimizer.num_values(),
             // All factors are of the same kind.
             Some(_) => self.num_trained_params() * self.optimizer.values_of(""),
@@ -301,9 +312,10 @@ fn eval_every(data: &DataArgs) -> usize {
 
 /// Returns true if a resumed run makes no use of `--init`. A run with adapters uses the weights, and a folder may
 /// specify the model's sizes and tokenizer.
-fn is_init_idle(args: &TrainArgs, adapters: Option<AdapterSizes>) -> bool {
+fn is_init_idle(args: &TrainArgs) -> bool {
     let path = args.model.init.as_ref();
-    path.is_some_and(|path| adapters.is_none() && !path.is_dir())
+    let has_adapters = args.model.lora.flag().is_some();
+    path.is_some_and(|path| !has_adapters && !path.is_dir())
 }
 
 /// Warns if a resumed run trains no step, or does not use the weights of `--init`.

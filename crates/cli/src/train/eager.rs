@@ -58,8 +58,8 @@ impl<'a, A: Architecture> Eager<'a, A> {
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
         let model = model::sharded(sizes, config, world, mesh)?;
-        let adapters = config.adapters;
-        let adapters = adapters.map(|adapters| Adapters::of(adapters, &model, mesh));
+        let adapters = config.adapter_sizes();
+        let adapters = adapters.map(|sizes| Adapters::of(sizes, &model, mesh));
         let plan = wrap_plan(&model)?;
         if world.rank() == 0 && !config.json {
             console::tell(plan.to_string().trim_end());

@@ -53,7 +53,7 @@ pub(crate) fn sharded<A: Architecture>(
     let model = shard(sizes, config, mesh, model)?;
     match &config.init {
         None => Ok(model),
-        Some(path) => weights::read_shards(sizes, path, model),
+        Some(path) => weights::read_shards(sizes, path, config.factors(), model),
     }
 }
 
@@ -78,8 +78,9 @@ pub(crate) fn shard<A: Architecture>(
     if sharding.replicas > 1 {
         policy = policy.replicate_axis("replicate");
     }
-    if let Some(adapters) = &config.adapters {
-        policy = policy.lora(adapters.lora(sizes));
+    let groups = config.adapter_sizes().map(|adapters| adapters.lora(sizes));
+    for lora in groups.into_iter().flatten() {
+        policy = policy.lora(lora);
     }
     Ok(fully_shard(model, mesh, policy)?)
 }

@@ -48,6 +48,7 @@ impl OwnFiles {
         ];
         let files = [
             ("--init", &args.model.init),
+            ("--adapter", &args.model.lora.adapter),
             ("--save-init", &args.model.save_init),
             ("--metrics", &args.output.metrics),
             ("--trace", &args.output.trace),

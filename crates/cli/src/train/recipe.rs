@@ -195,14 +195,14 @@ impl Recipe {
         if !given.no_decay.is_empty() && numbers.weight_decay == 0.0 {
             return excludes(NO_DECAY, "a --weight-decay of 0", "no parameter decays");
         }
-        if args.model.lora.is_some() {
+        if let Some(flag) = args.model.lora.flag() {
             if !given.no_decay.is_empty() {
                 let reason = "only adapters are trained, and they are matrices";
-                return excludes(NO_DECAY, "--lora", reason);
+                return excludes(NO_DECAY, flag, reason);
             }
             if name == OptimizerName::Muon {
                 let reason = "it updates the matrices of blocks, which are frozen";
-                return excludes(name.flag(), "--lora", reason);
+                return excludes(name.flag(), flag, reason);
             }
         }
         let undecayed = undecayed(&given.no_decay, &table)?;

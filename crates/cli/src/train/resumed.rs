@@ -45,7 +45,7 @@ impl Resumed {
     pub(crate) fn find(
         folder: &Checkpoints,
         which: ResumeFrom,
-        (model, adapters, settings): (&ModelConfig, Option<AdapterSizes>, &Settings),
+        (model, adapters, settings): (&ModelConfig, Option<&AdapterSizes>, &Settings),
     ) -> Result<Option<Self>, InputError> {
         if !folder.is_begun()? {
             return Ok(None);
@@ -71,7 +71,7 @@ impl Resumed {
             }
         };
         check_model(&step, model)?;
-        adapters::check_sizes(&step.index().training, adapters)?;
+        adapters::check_sizes(&step.index().training, adapters, model)?;
         settings.check_optimizer(&step.index().training)?;
         warnings.extend(settings.differences(&step.index().training));
         // Print them at once: the report would be too late to stop the run.

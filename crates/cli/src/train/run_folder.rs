@@ -35,7 +35,7 @@ const AFTER_RESTART: Duration = Duration::from_secs(300);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The values that a step is compared with before a run resumes from it: the model, its adapters, and the settings.
-type RunState<'a> = (&'a ModelConfig, Option<AdapterSizes>, &'a Settings);
+type RunState<'a> = (&'a ModelConfig, Option<&'a AdapterSizes>, &'a Settings);
 
 /// Rank 0's findings about the folder, for other processes.
 #[derive(Debug, Default, Serialize, Deserialize)]

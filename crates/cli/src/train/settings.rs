@@ -167,7 +167,6 @@ fn of_model(args: &ModelArgs) -> Map<String, Value> {
         // The weights come from the step. With adapters, the checksum of their base and their sizes are compared.
         init: _,
         lora: _,
-        lora_alpha: _,
         // An output.
         save_init: _,
     } = args;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use burn_fsdp_models::{GptConfig, ModelConfig, TextCodec};
 
-use crate::adapters::AdapterSizes;
-use crate::args::{ModelArgs, TrainArgs, TrainedModelArg};
+use crate::adapters::TrainedAdapters;
+use crate::args::{ModelArgs, TrainedModelArg};
 use crate::error::InputError;
 
 /// The default sizes of a GPT.
@@ -98,7 +98,7 @@ pub(crate) fn other_training(
         ));
     }
     let padding = ModelConfig::padding_in_text(folder)?;
-    if let Some(token) = padding.filter(|_| args.lora.is_none()) {
+    if let Some(token) = padding.filter(|_| args.lora.flag().is_none()) {
         warnings.push(format!(
             "config.json of --init has {token} as padding and at the start or end of texts: unlike transformers, this \
              command also trains the embedding of that token"
@@ -124,39 +124,18 @@ fn name_of(model: TrainedModelArg) -> &'static str {
     }
 }
 
-/// Returns the sizes of the adapters, if any, after checking them against the model.
+/// Returns the adapters to train, if any, after checking them against the model and other flags.
 pub(crate) fn adapters(
-    args: &TrainArgs,
+    args: &ModelArgs,
     model: &ModelConfig,
-) -> Result<Option<AdapterSizes>, InputError> {
-    let Some(rank) = args.model.lora else {
-        return Ok(None);
-    };
-    if rank == 0 {
-        return Err(InputError::Zero { flag: "--lora" });
-    }
-    let alpha = args.model.lora_alpha.unwrap_or(2.0 * rank as f64);
-    if !(alpha.is_finite() && alpha > 0.0) {
-        return Err(InputError::OutOfRange {
-            flag: "--lora-alpha",
-            value: alpha,
-            expected: "a number above 0",
-        });
-    }
-    let adapters = AdapterSizes { rank, alpha };
-    if !adapters.is_valid(model.dim()) {
-        return Err(InputError::OutOfRange {
-            flag: "--lora",
-            value: rank as f64,
-            expected: "at most the hidden size of the model",
-        });
-    }
-    if args.model.save_init.is_some() {
-        return Err(InputError::Excludes {
+) -> Result<Option<TrainedAdapters>, InputError> {
+    let adapters = TrainedAdapters::of_args(&args.lora, model)?;
+    match args.lora.flag().filter(|_| args.save_init.is_some()) {
+        None => Ok(adapters),
+        Some(second) => Err(InputError::Excludes {
             first: "--save-init",
-            second: "--lora",
+            second,
             reason: "the initial weights are those of --init, which do not change",
-        });
+        }),
     }
-    Ok(Some(adapters))
 }

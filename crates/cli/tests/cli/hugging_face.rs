@@ -22,7 +22,7 @@ use crate::skipped::python;
 pub(crate) const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
 
 /// Three query heads per key head, and a head that is not tied.
-const LLAMA: LlamaConfig = LlamaConfig {
+pub(crate) const LLAMA: LlamaConfig = LlamaConfig {
     layers: 2,
     dim: 24,
     heads: 6,
@@ -34,7 +34,7 @@ const LLAMA: LlamaConfig = LlamaConfig {
     variant: LlamaVariant::PLAIN,
 };
 
-const GPT2: Gpt2Config = Gpt2Config {
+pub(crate) const GPT2: Gpt2Config = Gpt2Config {
     layers: 2,
     dim: 24,
     heads: 3,
@@ -179,9 +179,9 @@ fn models_train_in_low_precision() {
 }
 
 /// The values of a saved step's adapter factors, by Burn's paths, which are written into a module.
-struct Factors<'a> {
-    folder: &'a Folder,
-    path: Vec<String>,
+pub(crate) struct Factors<'a> {
+    pub(crate) folder: &'a Folder,
+    pub(crate) path: Vec<String>,
 }
 
 impl ModuleMapper for Factors<'_> {
@@ -795,7 +795,7 @@ fn text_is_generated_from_steps_and_adapters() {
     }
 }
 
-fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
+pub(crate) fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
     let script = crate_folder().join("tests/cli/transformers_peer.py");
     let output = Command::new(python)
         .arg(script)

@@ -1,5 +1,6 @@
 //! The command as users run it: a process with arguments, files, output and an exit code.
 
+mod adapters;
 mod arguments;
 mod checkpoints;
 mod choice;

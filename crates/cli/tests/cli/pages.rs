@@ -142,13 +142,14 @@ fn a_model_is_tuned_by_the_commands_of_its_page() {
     };
     folder.write("chats.jsonl", (0..90).map(chat).collect::<String>());
     let page = include_str!("../../../../docs/book/src/fine-tune.md");
-    runs(page, &folder, 7);
+    runs(page, &folder, 9);
     exist(
         &folder,
         &[
             "adapters-peft/adapter_config.json",
             "adapters-peft/adapter_model.safetensors",
             "merged/model.safetensors",
+            "merged-again/model.safetensors",
             "tuned/model.safetensors",
             "tuned/tokenizer.json",
         ],

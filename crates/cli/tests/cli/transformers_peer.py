@@ -3,6 +3,7 @@
     transformers_peer.py make llama|gpt2 FOLDER    saves one with random weights, in bf16 and several files
     transformers_peer.py loss FOLDER [ADAPTERS]    prints its loss on the first batch of `train --synthetic --batch 4 --seq 6`, with
                                                    adapters that peft loads
+    transformers_peer.py adapt FOLDER OUT JSON     saves adapters of peft with random factors; JSON is the settings of LoraConfig
     transformers_peer.py generate FOLDER IDS N     prints IDS, of commas, and the N likeliest tokens after them
 """
 import json
@@ -53,6 +54,18 @@ def loss(folder, adapters=None):
     print(json.dumps(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()))
 
 
+def adapt(folder, out, settings):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    model = get_peft_model(load(folder), LoraConfig(task_type="CAUSAL_LM", **json.loads(settings)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(out)
+
+
 def generate(folder, ids, number):
     model = load(folder)
     tokens = [int(token) for token in ids.split(",")]
@@ -63,4 +76,4 @@ def generate(folder, ids, number):
 
 
 if __name__ == "__main__":
-    {"make": make, "loss": loss, "generate": generate}[sys.argv[1]](*sys.argv[2:])
+    {"make": make, "loss": loss, "adapt": adapt, "generate": generate}[sys.argv[1]](*sys.argv[2:])

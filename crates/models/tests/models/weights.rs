@@ -60,6 +60,18 @@ fn saved_weights_are_loaded() {
 }
 
 #[test]
+fn equal_weights_become_equal_files() {
+    let (_folder, path) = file();
+    let model = CONFIG.init(&Device::flex(), 7).unwrap();
+    let bytes = || {
+        model.save(&path).unwrap();
+        std::fs::read(&path).unwrap()
+    };
+    let first = bytes();
+    assert!((0..8).all(|_| bytes() == first));
+}
+
+#[test]
 fn loaded_weights_are_trained() {
     let (_folder, path) = file();
     let device = Device::flex().autodiff();

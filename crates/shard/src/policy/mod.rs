@@ -51,7 +51,7 @@ pub struct ShardPolicy {
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
     pub(crate) files: Option<Files>,
-    pub(crate) lora: Option<Lora>,
+    pub(crate) lora: Vec<Lora>,
     /// The modules whose regions are recomputed; `None` for all.
     pub(crate) recomputed: Option<Vec<Pattern>>,
     pub(crate) audit: Audit,
@@ -107,7 +107,7 @@ impl ShardPolicy {
             gathers_in_8_bits: false,
             offload: None,
             files: None,
-            lora: None,
+            lora: Vec::new(),
             recomputed: None,
             audit: Audit::default(),
         }
@@ -388,6 +388,9 @@ impl ShardPolicy {
     /// [`memory`](crate::memory()) counts the gathered base and factors, but not the weights computed from
     /// them.
     ///
+    /// Each call adds a group of parameters, which may have another rank and alpha. If the groups of two calls match a
+    /// parameter, the later call wins. A call whose group matches nothing is an error.
+    ///
     /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` returns the
     /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded adapter. A quantized base
     /// (`QLora`) is rejected, like any quantized parameter.
@@ -399,15 +402,29 @@ impl ShardPolicy {
     /// let policy = ShardPolicy::new().units(["blocks.*"]).lora(Lora::new(16, 32.0));
     /// # let _ = policy;
     /// ```
+    ///
+    /// Rank 4 for the attention, and rank 16 for everything else in the blocks:
+    ///
+    /// ```
+    /// use burn::module::{Lora, ParamGroup};
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let of = |part: &str, rank: usize| {
+    ///     let group = ParamGroup::from_predicate(part);
+    ///     Lora::new(rank, 2.0 * rank as f64).set_param_group(group)
+    /// };
+    /// let policy = ShardPolicy::new().lora(of("blocks", 16)).lora(of("attention", 4));
+    /// # let _ = policy;
+    /// ```
     pub fn lora(mut self, lora: Lora) -> Self {
-        self.lora = Some(lora);
+        self.lora.push(lora);
         self
     }
 
     /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the original
     /// module lacks.
     pub fn attaches_adapters(&self) -> bool {
-        self.lora.is_some()
+        !self.lora.is_empty()
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new

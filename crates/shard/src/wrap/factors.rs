@@ -9,61 +9,96 @@ use crate::adapter::Adapter;
 use crate::error::Error;
 use crate::path::{FACTOR_A, FACTOR_B};
 use crate::slot::Slot;
-use crate::survey::Found;
+use crate::survey::{Found, NewAdapter};
 
-/// Returns `parameters`, with the adapter's factors after each parameter that `lora` adapts.
+/// Maximum number of paths in an error.
+const NAMED: usize = 12;
+
+/// Returns `parameters`, with the adapter's factors after each parameter that one of `groups` adapts. If several match,
+/// the last one adapts it.
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if `lora` adapts no parameter, has rank 0, an infinite or NaN alpha or an invalid `init_std`, or
+/// [`Error::Option`] if a group matches no parameter, has rank 0, an infinite or NaN alpha or an invalid `init_std`, or
 /// sets another type than that of a parameter that it adapts.
-pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
-    check(lora)?;
+pub(super) fn with_factors(parameters: Vec<Found>, groups: &[Lora]) -> Result<Vec<Found>, Error> {
+    groups.iter().try_for_each(check)?;
+    check_matches(&parameters, groups)?;
     let mut all = Vec::with_capacity(parameters.len());
-    let num_parameters = parameters.len();
-    for found in parameters {
-        let is_matrix = found.shape.len() == 2;
-        let is_adapted = is_matrix && lora.param_group.matches(&found.id, Some(&found.path));
-        all.push(found);
-        if !is_adapted {
-            continue;
-        }
-        let base = all.last().expect("it was just put there");
-        if let Some(dtype) = lora.dtype.map(DType::from)
-            && dtype != base.dtype
-        {
-            return Err(refused(
-                "set with factors of the type of the parameter that they adapt, in which the sharded weight computes; \
-                 omit `set_dtype`, and choose types with `ShardPolicy::precision`",
-                format!(
-                    "set with factors of {dtype:?} for `{}` of {:?}",
-                    base.path, base.dtype
-                ),
-            ));
-        }
-        let factor = |name: &str, shape: [usize; 2]| Found {
-            path: format!("{}.{name}", base.path),
-            id: ParamId::new(),
-            shape: shape.to_vec(),
-            dtype: base.dtype,
-            device: base.device.clone(),
-            is_trainable: true,
-            factor_of: Some(base.path.clone()),
-            layer: base.layer.clone(),
-        };
-        let a = factor(FACTOR_A, [base.shape[0], lora.rank]);
-        let b = factor(FACTOR_B, [lora.rank, base.shape[1]]);
-        all.extend([a, b]);
+    for base in parameters {
+        let lora = groups.iter().rev().find(|lora| is_adapted(&base, lora));
+        let factors = lora.map(|lora| factors(&base, lora)).transpose()?;
+        all.push(base);
+        all.extend(factors.into_iter().flatten());
     }
-    if all.len() == num_parameters {
-        Err(refused(
-            "set for a group that matches one",
-            "set for a group that matches no sharded parameter of two dims (convolutions get no adapters)"
-                .to_owned(),
-        ))
-    } else {
-        Ok(all)
+    Ok(all)
+}
+
+/// Returns true if `lora` adapts a parameter. Adapters are products of two matrices.
+fn is_adapted(found: &Found, lora: &Lora) -> bool {
+    found.shape.len() == 2 && lora.param_group.matches(&found.id, Some(&found.path))
+}
+
+/// Checks that each group matches a parameter.
+fn check_matches(parameters: &[Found], groups: &[Lora]) -> Result<(), Error> {
+    let matches = |lora: &Lora| parameters.iter().any(|found| is_adapted(found, lora));
+    let Some(index) = groups.iter().position(|lora| !matches(lora)) else {
+        return Ok(());
+    };
+    let matrices = parameters.iter().filter(|found| found.shape.len() == 2);
+    let mut paths: Vec<_> = matrices.map(|found| found.path.as_str()).collect();
+    let more = match paths.len().saturating_sub(NAMED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    paths.truncate(NAMED);
+    let call = match groups.len() {
+        1 => String::new(),
+        calls => format!(" in call {} of {calls}", index + 1),
+    };
+    Err(refused(
+        "set for a group that matches one",
+        format!(
+            "set{call} for a group that matches no sharded parameter of two dims (convolutions get no adapters); these \
+             are: {}{more}",
+            paths.join(", ")
+        ),
+    ))
+}
+
+/// Returns the factors `a` and `b` of a parameter that `lora` adapts.
+fn factors(base: &Found, lora: &Lora) -> Result<[Found; 2], Error> {
+    if let Some(dtype) = lora.dtype.map(DType::from)
+        && dtype != base.dtype
+    {
+        return Err(refused(
+            "set with factors of the type of the parameter that they adapt, in which the sharded weight computes; \
+             omit `set_dtype`, and choose types with `ShardPolicy::precision`",
+            format!(
+                "set with factors of {dtype:?} for `{}` of {:?}",
+                base.path, base.dtype
+            ),
+        ));
     }
+    let adapter = NewAdapter {
+        path: base.path.clone(),
+        scale: lora.alpha / lora.rank as f64,
+        std: lora.init_std.unwrap_or(1.0 / lora.rank as f64),
+    };
+    let factor = |name: &str, shape: [usize; 2]| Found {
+        path: format!("{}.{name}", base.path),
+        id: ParamId::new(),
+        shape: shape.to_vec(),
+        dtype: base.dtype,
+        device: base.device.clone(),
+        is_trainable: true,
+        factor_of: Some(adapter.clone()),
+        layer: base.layer.clone(),
+    };
+    Ok([
+        factor(FACTOR_A, [base.shape[0], lora.rank]),
+        factor(FACTOR_B, [lora.rank, base.shape[1]]),
+    ])
 }
 
 /// Checks the settings that do not depend on the module.
@@ -92,24 +127,25 @@ fn refused(expected: &'static str, got: String) -> Error {
     }
 }
 
-/// Sets the adapter of each slot that has factors among `slots`.
-pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
-    let index_of: HashMap<_, _> = slots
+/// Sets the adapter of each slot that has factors among `slots`, which are those of the parameters `found`.
+pub(super) fn join(slots: &mut [Slot], found: &[Found]) {
+    let index_of: HashMap<_, _> = found
         .iter()
         .enumerate()
-        .map(|(index, slot)| (slot.path.clone(), index))
+        .map(|(index, found)| (found.path.clone(), index))
         .collect();
     for slot in slots {
         let factor = |name: &str| index_of.get(&format!("{}.{name}", slot.path)).copied();
-        if let (Some(a), Some(b)) = (factor(FACTOR_A), factor(FACTOR_B)) {
-            slot.adapter = Some(Adapter {
-                a,
-                b,
-                rows: slot.shape[0],
-                columns: slot.shape[1],
-                rank: lora.rank,
-                scale: lora.alpha / lora.rank as f64,
-            });
-        }
+        let (Some(a), Some(b)) = (factor(FACTOR_A), factor(FACTOR_B)) else {
+            continue;
+        };
+        slot.adapter = found[a].factor_of.as_ref().map(|new| Adapter {
+            a,
+            b,
+            rows: slot.shape[0],
+            columns: slot.shape[1],
+            rank: found[a].shape[1],
+            scale: new.scale,
+        });
     }
 }

@@ -133,7 +133,8 @@ impl Grouping {
         for found in parameters {
             let (mut innermost, mut unit) = ("", "");
             // A factor belongs to the unit of the weight that it adapts.
-            let path = found.factor_of.as_ref().unwrap_or(&found.path);
+            let adapter = found.factor_of.as_ref();
+            let path = adapter.map_or(&found.path, |adapter| &adapter.path);
             for ((pattern, joint), matched) in named.iter().zip(&mut matched) {
                 if let Some(module) = pattern.module_of(path) {
                     *matched = true;
@@ -233,9 +234,7 @@ impl Grouping {
                 Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
             };
             let mut slots = slots?;
-            if let Some(lora) = &policy.lora {
-                factors::join(&mut slots, lora);
-            }
+            factors::join(&mut slots, members);
             let offload = Offload::new(policy, &members[0].device)?;
             if offload.is_none() {
                 expect_host(&slots, &members[0])?;

@@ -170,7 +170,7 @@ fn wrap<M: Module>(
         Form::Replicate => (earlier, Vec::new()),
         Form::Shard => split_off_replicas(earlier),
     };
-    if let (Some(_), Some(path)) = (&policy.lora, survey.sharded.first()) {
+    if let (false, Some(path)) = (policy.lora.is_empty(), survey.sharded.first()) {
         return Err(Error::Option {
             option: "lora",
             expected: "set in one call for the whole module; use `units` instead of calls for its children",
@@ -189,10 +189,7 @@ fn wrap<M: Module>(
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
-    let parameters = match &policy.lora {
-        Some(lora) => factors::with_factors(parameters, lora)?,
-        None => parameters,
-    };
+    let parameters = factors::with_factors(parameters, &policy.lora)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
         check_groups(earlier, &ranks.groups)?;
@@ -210,7 +207,7 @@ fn wrap<M: Module>(
     let root = Root::new(ranks.all, policy, known(&survey, &ignored, cast, &adopted));
 
     let first = units.into_iter().map(Generation::first).collect();
-    let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);
+    let (sharder, made) = Sharder::new(first, &survey, factors);
     let sharder = sharder.reading(read).tying(ties);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     for earlier in &adopted {

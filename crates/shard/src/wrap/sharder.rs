@@ -4,9 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::iter;
 use std::sync::Arc;
 
-use burn::module::{
-    Lora, LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer,
-};
+use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Distribution, Shape, Tensor};
 
 use super::initial;
@@ -39,8 +37,7 @@ pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
-    /// The adapters to attach, if any. They freeze all other parameters.
-    lora: Option<Lora>,
+    /// The factors of the adapters to attach, by path. If there are any, all other parameters are frozen.
     factors: HashMap<String, Found>,
     /// The function that reads initial values; `None` if all are rank 0's.
     read: Option<Read<'a>>,
@@ -63,7 +60,6 @@ impl<'a> Sharder<'a> {
     pub(super) fn new(
         first: Vec<Arc<Generation>>,
         survey: &Survey,
-        lora: Option<Lora>,
         factors: HashMap<String, Found>,
     ) -> (Self, Vec<Placed>) {
         let mut places = HashMap::new();
@@ -85,7 +81,6 @@ impl<'a> Sharder<'a> {
         let sharder = Self {
             others: others.collect(),
             places,
-            lora,
             factors,
             read: None,
             ties: Ties::default(),
@@ -174,9 +169,10 @@ impl Reparameterizer for Sharder<'_> {
             } else {
                 param
             };
-            return match self.lora {
-                Some(_) => (param.set_require_grad(false), None),
-                None => (param, None),
+            return if self.factors.is_empty() {
+                (param, None)
+            } else {
+                (param.set_require_grad(false), None)
             };
         };
         let unit = generation.unit.clone();
@@ -188,7 +184,7 @@ impl Reparameterizer for Sharder<'_> {
         let value = value.and_then(|value| Ok(unit.in_file(index, files::SHARD, value)?));
         let value = value.unwrap_or_else(|error| throw(error));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
-        let is_frozen = self.lora.is_some() && !self.factors.contains_key(path);
+        let is_frozen = !self.factors.is_empty() && !self.factors.contains_key(path);
         let shown = Shown::new(id, value, &shape, is_trainable && !is_frozen);
         let adapter = unit.slots[index].adapter.as_ref();
         let adapter = adapter.map(|adapter| sharded_factors(self, path, adapter));
@@ -223,15 +219,15 @@ fn stand_in_of<const D: usize>(
 
 /// Returns the sharded factors of the parameter at `path`, which optimizers and records see.
 fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> LoraAdapter {
-    let std = sharder.lora.as_ref().and_then(|lora| lora.init_std);
-    let std = std.unwrap_or(1.0 / adapter.rank as f64);
-    let factor = |name: &str, fill: Fill| {
-        let factor = &sharder.factors[&format!("{path}.{name}")];
-        lazy(factor, fill)
-    };
+    let found = |name: &str| &sharder.factors[&format!("{path}.{name}")];
+    let (a, b) = (found(FACTOR_A), found(FACTOR_B));
+    let fill = a
+        .factor_of
+        .as_ref()
+        .map_or(Fill::Zeros, |new| Fill::Normal { std: new.std });
     let plain = LoraAdapter {
-        a: factor(FACTOR_A, Fill::Normal { std }),
-        b: factor(FACTOR_B, Fill::Zeros),
+        a: lazy(a, fill),
+        b: lazy(b, Fill::Zeros),
         scale: adapter.scale,
     };
     let prefix = path.to_owned();

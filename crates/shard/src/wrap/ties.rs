@@ -158,8 +158,8 @@ fn problem(
     let is_second_cut = cut_by(&second.path).is_some_and(|cut| Some(cut) != cut_by(&first.path));
     let is_second_owned = owned(&second.path) && !owned(&first.path);
     let adapts = |path: &String| {
-        let lora = policy.lora.as_ref().filter(|_| first.shape.len() == 2);
-        lora.is_some_and(|lora| lora.param_group.matches(&first.id, Some(path)))
+        let mut groups = policy.lora.iter().map(|lora| &lora.param_group);
+        first.shape.len() == 2 && groups.any(|group| group.matches(&first.id, Some(path)))
     };
     let is_trained = first.is_trainable || second.is_trainable;
     let is_ignored = are_ignored != [false; 2];

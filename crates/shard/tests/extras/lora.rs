@@ -1,6 +1,6 @@
 //! Low-rank adapters on sharded weights, compared with Burn's own on one rank.
 
-use burn::module::{Lora, Module, ModuleMapper, Param, ParamGroup};
+use burn::module::{Lora, LoraAdapter, Module, ModuleMapper, Param, ParamGroup, Reparameterizer};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
@@ -78,6 +78,26 @@ fn plain(device: &Device, lora: Lora) -> Mlp {
     model.map(&mut Factors::default())
 }
 
+/// Burn's adapters in several groups. The last group that matches a parameter adapts it.
+#[derive(Clone)]
+struct Groups(Vec<Lora>);
+
+impl Reparameterizer for Groups {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let mut groups = self.0.iter_mut().rev();
+        match groups.find(|lora| lora.param_group.matches(&param.id, Some(path))) {
+            Some(lora) => lora.reparameterize(path, param),
+            None => (param.set_require_grad(false), None),
+        }
+    }
+}
+
 /// The parameters after `steps` steps of plain Burn on the joined batch.
 fn plainly(ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
@@ -151,6 +171,61 @@ fn adapters_match_unsharded_training() {
             let got = trained(ranks, 4, &policy, Mlp::loss);
             assert_close(&got, &want, tolerance);
         }
+    }
+}
+
+/// All matrices of the blocks, except that three have another rank and scale.
+#[test]
+fn groups_have_ranks_and_scales_of_their_own() {
+    let groups = || {
+        let up = ParamGroup::from_predicate("up");
+        Groups(vec![adapters(), Lora::new(5, 1.5).set_param_group(up)])
+    };
+    let adapted = move |device: &Device| {
+        let model = seeded(in_rows(device), SEED).apply_reparameterization(groups());
+        model.map(&mut Factors::default())
+    };
+    for ranks in 1..=3 {
+        let device = plain_device().autodiff();
+        let mut model = adapted(&device);
+        let mut optim = optimizer();
+        for step in 0..3 {
+            let parts = (0..ranks).map(|rank| model.loss(rank, step, &device));
+            let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
+            let gradients = sum.div_scalar(ranks as f32).backward();
+            let gradients = GradientsParams::from_grads(gradients, &model);
+            model = optim.step(1e-2, model, gradients);
+        }
+        let want = Outcome {
+            losses: Vec::new(),
+            params: params(&model),
+        };
+        let ranks_of = |rank: usize| {
+            let of = |size: usize| 3 * size * rank;
+            of(15) + of(7)
+        };
+        let got = on_ranks(ranks, move |world| {
+            let policy = groups().0.into_iter().fold(blocks(), ShardPolicy::lora);
+            let model = build(MLP, &world, &super::bench::device(), policy)?;
+            let bare = build(MLP, &world, &super::bench::device(), blocks())?;
+            // Three matrices of rank 5, and six of rank 2.
+            let added = ranks_of(5) + 2 * ranks_of(2);
+            assert_eq!(num_params(&model), num_params(&bare) + added);
+            let values = adapted(&super::bench::device()).into_record();
+            let mut model = model.load_record(values);
+            let mut optim = optimizer();
+            for step in 0..3 {
+                let loss = model.loss(world.rank(), step, &super::bench::device());
+                let gradients = backward(loss, &model)?;
+                model = optim.step(1e-2, model, gradients);
+            }
+            let plain = adapted(&super::bench::device());
+            let params = params(&plain.load_record(model.into_record()));
+            let losses = Vec::new();
+            Ok(Outcome { losses, params })
+        });
+        let tolerance = if ranks == 1 { 0.0 } else { 1e-5 };
+        assert_close(&joined(&got), &want, tolerance);
     }
 }
 
@@ -432,6 +507,14 @@ fn invalid_adapters_are_rejected() {
             message.contains("no sharded parameter of two dims"),
             "{message}"
         );
+        let policy = blocks().lora(adapters());
+        let nowhere = ParamGroup::from_predicate("downn");
+        let policy = policy.lora(Lora::new(2, 1.0).set_param_group(nowhere));
+        let refused = build(MLP, &world, &device(), policy).expect_err("it matches nothing");
+        let message = refused.to_string();
+        for words in ["in call 2 of 2", "embed.weight, blocks.0.", ", head.weight"] {
+            assert!(message.contains(words), "{message}");
+        }
         let mut model = in_rows(&device());
         let child = ShardPolicy::new().lora(Lora::new(2, 1.0));
         model.head = fully_shard(model.head, &world, child)?;

@@ -164,7 +164,7 @@ mod tests {
     }
 
     fn with_adapters(device: &Device) -> Gpt {
-        Gpt::new(device).apply_reparameterization(LazyLora(Lora::new(2, 4.0)))
+        Gpt::new(device).apply_reparameterization(LazyLora::new(Lora::new(2, 4.0)))
     }
 
     /// The units in the order in which they are gathered or reduced.

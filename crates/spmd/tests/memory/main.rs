@@ -250,8 +250,9 @@ fn values_read_from_files_are_never_initialized() {
 #[test]
 fn adapters_leave_the_weights_lazy() {
     let _turn = alone();
-    let init =
-        |device: &Device| Net::new(device).apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+    let init = |device: &Device| {
+        Net::new(device).apply_reparameterization(LazyLora::new(Lora::new(4, 8.0)))
+    };
     let make = move |mode| compile(init, Net::loss, AdamWConfig::new().build(), mode);
     for ranks in [2, 4] {
         let (peak, left) = of_compile(ranks, Division::Data(Strategy::FullShard.into()), make);
@@ -266,8 +267,9 @@ fn adapters_leave_the_weights_lazy() {
 #[test]
 fn a_step_of_adapters_holds_few_merged_weights() {
     let _turn = alone();
-    let init =
-        |device: &Device| Net::new(device).apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+    let init = |device: &Device| {
+        Net::new(device).apply_reparameterization(LazyLora::new(Lora::new(4, 8.0)))
+    };
     for ranks in [2, 4] {
         let seen = on_ranks(ranks, move |world| {
             let mode = Division::Data(Strategy::FullShard.into()).mode(&world)?;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::module::{Lora, Module, Param};
+use burn::module::{Lora, Module, ModuleVisitor, Param, ParamGroup};
 use burn::nn::{
     BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear,
     LinearConfig,
@@ -12,7 +12,7 @@ use burn::tensor::activation::softplus;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_mesh::Cut;
-use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
+use burn_fsdp_spmd::{Error, LazyLora, Mode, Strategy, compile};
 
 use crate::agreement::{ROWS, agrees, data, vectors};
 use crate::compiled::seeded;
@@ -178,6 +178,15 @@ fn changed_copies_of_frozen_weights_do_not_keep_them() {
     agrees("all blocks but the first", most, Deep::loss, vectors);
 }
 
+/// A visitor that initializes lazy parameters in module order.
+struct Initialized;
+
+impl ModuleVisitor for Initialized {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        param.val();
+    }
+}
+
 #[test]
 fn adapters_train_while_their_base_is_frozen() {
     let _guard = seeded();
@@ -191,6 +200,20 @@ fn adapters_train_while_their_base_is_frozen() {
     agrees("one layer with an adapter", init, Two::loss, vectors);
     let all = |device: &Device| Two::new(device).apply_lora(Lora::new(2, 4.0));
     agrees("adapters everywhere", all, Two::loss, vectors);
+    let lazily = |device: &Device| {
+        let of_a = Lora::new(3, 1.5).set_param_group(ParamGroup::from_predicate("a.weight"));
+        let groups = LazyLora::new(Lora::new(2, 4.0)).and(of_a);
+        let two = Two::new(device);
+        // Otherwise Burn draws the weights and the factors in the order of their first use.
+        two.visit(&mut Initialized);
+        let two = two.apply_reparameterization(groups);
+        let factors = |layer: &Linear| layer.weight.adapter().expect("an adapter").clone();
+        let (a, b) = (factors(&two.a), factors(&two.b));
+        assert_eq!((a.a.lazy_shape()[1], a.scale), (3, 0.5));
+        assert_eq!((b.a.lazy_shape()[1], b.scale), (2, 2.0));
+        two
+    };
+    agrees("two groups of adapters", lazily, Two::loss, vectors);
 }
 
 #[test]

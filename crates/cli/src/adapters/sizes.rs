@@ -1,0 +1,161 @@
+//! The adapted matrices of a model, and the ranks and scales of their adapters.
+
+use std::collections::BTreeMap;
+
+use burn::module::{Lora, ParamGroup};
+use burn_fsdp_models::{Architecture, ModelConfig, ModelError, ParameterSpec};
+use serde::{Deserialize, Serialize};
+
+/// The matrices that adapters adapt, with ranks and alphas.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct AdapterSizes {
+    /// Rank: the dimension between the two factors of an adapter.
+    pub(crate) rank: usize,
+    /// LoRA alpha, from which the scale of the factors' product is computed.
+    pub(crate) alpha: f64,
+    #[serde(default, skip_serializing_if = "Scaling::is_usual")]
+    pub(crate) scaling: Scaling,
+    /// The adapted matrices by path; `None` for all matrices of the blocks, with the rank and alpha above.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    matrices: Option<BTreeMap<String, MatrixSizes>>,
+}
+
+/// The rank and alpha of one matrix's adapter.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MatrixSizes {
+    pub(crate) rank: usize,
+    pub(crate) alpha: f64,
+}
+
+/// The scale of the product of an adapter's factors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Scaling {
+    /// Alpha divided by the rank.
+    #[default]
+    ByRank,
+    /// Alpha divided by the square root of the rank: rsLoRA (Kalajdzievski, arXiv 2312.03732).
+    ByRootOfRank,
+}
+
+impl Scaling {
+    fn is_usual(&self) -> bool {
+        *self == Self::ByRank
+    }
+
+    fn scale(self, sizes: MatrixSizes) -> f64 {
+        let rank = sizes.rank as f64;
+        match self {
+            Self::ByRank => sizes.alpha / rank,
+            Self::ByRootOfRank => sizes.alpha / rank.sqrt(),
+        }
+    }
+}
+
+impl AdapterSizes {
+    /// Describes adapters of `matrices` of a model whose blocks have the matrices `all`.
+    pub(crate) fn new(
+        usual: MatrixSizes,
+        scaling: Scaling,
+        matrices: BTreeMap<String, MatrixSizes>,
+        all: &[ParameterSpec],
+    ) -> Self {
+        let is_usual = |spec: &ParameterSpec| matrices.get(&spec.path) == Some(&usual);
+        let are_usual = matrices.len() == all.len() && all.iter().all(is_usual);
+        Self {
+            rank: usual.rank,
+            alpha: usual.alpha,
+            scaling,
+            matrices: (!are_usual).then_some(matrices),
+        }
+    }
+
+    /// Returns the rank and alpha of the adapter of the matrix at `path` in the blocks, if it has one.
+    pub(crate) fn of(&self, path: &str) -> Option<MatrixSizes> {
+        let usual = MatrixSizes {
+            rank: self.rank,
+            alpha: self.alpha,
+        };
+        match &self.matrices {
+            None => Some(usual),
+            Some(matrices) => matrices.get(path).copied(),
+        }
+    }
+
+    /// Returns the scale of the product of the factors at the matrix `path`.
+    pub(crate) fn scale_of(&self, path: &str) -> Option<f64> {
+        Some(self.scaling.scale(self.of(path)?))
+    }
+
+    /// Returns the path of the first matrix of a model on which two descriptions differ.
+    pub(crate) fn first_difference(&self, other: &Self, model: &ModelConfig) -> Option<String> {
+        let all = matrices_of(model).ok()?;
+        let mut paths = all.into_iter().map(|spec| spec.path);
+        paths.find(|path| self.of(path) != other.of(path))
+    }
+
+    /// Returns true if every rank is from 1 to the model's width, every alpha is positive and finite, and all adapted
+    /// matrices are in the blocks of the model.
+    pub(crate) fn is_valid(&self, model: &ModelConfig) -> bool {
+        let Ok(all) = matrices_of(model) else {
+            return false;
+        };
+        let is_valid = |sizes: MatrixSizes| {
+            let has_alpha = sizes.alpha.is_finite() && sizes.alpha > 0.0;
+            has_alpha && (1..=model.dim()).contains(&sizes.rank)
+        };
+        let adapted: Vec<_> = all.iter().filter_map(|spec| self.of(&spec.path)).collect();
+        let number = self.matrices.as_ref().map_or(all.len(), BTreeMap::len);
+        number > 0 && adapted.len() == number && adapted.into_iter().all(is_valid)
+    }
+
+    /// Returns Burn's configurations, which match different matrices. They scale by alpha / rank.
+    pub(crate) fn lora<A: Architecture>(&self, model: A) -> Vec<Lora> {
+        let mut groups: Vec<(MatrixSizes, Vec<String>)> = Vec::new();
+        for spec in matrices(model) {
+            let Some(sizes) = self.of(&spec.path) else {
+                continue;
+            };
+            match groups.iter_mut().find(|(group, _)| *group == sizes) {
+                Some((_, paths)) => paths.push(spec.path),
+                None => groups.push((sizes, vec![spec.path])),
+            }
+        }
+        let lora = |(sizes, paths): (MatrixSizes, Vec<String>)| {
+            let alpha = match self.scaling {
+                Scaling::ByRank => sizes.alpha,
+                Scaling::ByRootOfRank => self.scaling.scale(sizes) * sizes.rank as f64,
+            };
+            Lora::new(sizes.rank, alpha).set_param_group(ParamGroup::from_paths(paths))
+        };
+        groups.into_iter().map(lora).collect()
+    }
+
+    /// Returns the number of elements of all factors.
+    pub(crate) fn num_params<A: Architecture>(&self, model: A) -> usize {
+        let elements = matrices(model).into_iter().filter_map(|spec| {
+            let sides: usize = spec.shape.iter().sum();
+            Some(self.of(&spec.path)?.rank * sides)
+        });
+        elements.sum()
+    }
+}
+
+/// Returns the matrices in the blocks of a model, which adapters can adapt.
+pub(crate) fn matrices<A: Architecture>(model: A) -> Vec<ParameterSpec> {
+    let blocks = A::BLOCKS.trim_end_matches('*');
+    let is_adaptable =
+        |spec: &ParameterSpec| spec.path.starts_with(blocks) && spec.shape.len() == 2;
+    let table = model.parameters().into_iter();
+    table.filter(is_adaptable).collect()
+}
+
+/// Returns the matrices in the blocks of a model, after checking its sizes.
+pub(crate) fn matrices_of(model: &ModelConfig) -> Result<Vec<ParameterSpec>, ModelError> {
+    model.validate()?;
+    Ok(match *model {
+        ModelConfig::Gpt(sizes) => matrices(sizes),
+        ModelConfig::Llama(sizes) => matrices(sizes),
+        ModelConfig::Gpt2(sizes) => matrices(sizes),
+    })
+}
