@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(next(&mut queues), [vec![0, 3], vec![1, 4], vec![2]]);
         assert_eq!(
             next(&mut queues),
-            [const { vec![] }; 3],
+            vec![Vec::<usize>::new(); 3],
             "the batch is full"
         );
         let update = |queues: &mut Vec<Queue>, active: [usize; 3]| {

@@ -180,12 +180,15 @@ mod elsewhere {
         [Tensor<2>; 2],
     );
 
+    /// The type, device and values of a tensor.
+    type Seen = (DType, Device, Vec<u8>);
+
     thread_local! {
-        /// The type, device and values of each tensor of a nest, by run of the region.
-        static SEEN: RefCell<Vec<Vec<(DType, Device, Vec<u8>)>>> = const { RefCell::new(Vec::new()) };
+        /// The tensors of a nest, by run of the region.
+        static SEEN: RefCell<Vec<Vec<Seen>>> = const { RefCell::new(Vec::new()) };
     }
 
-    fn seen<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> (DType, Device, Vec<u8>) {
+    fn seen<const D: usize, K: Basic>(tensor: &Tensor<D, K>) -> Seen {
         let values = tensor.clone().into_data().as_bytes().to_vec();
         (tensor.dtype(), tensor.device(), values)
     }
