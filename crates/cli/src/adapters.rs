@@ -25,11 +25,11 @@ use crate::error::{InputError, RankError};
 use crate::random::mixed;
 
 use error::AdapterError;
-pub(crate) use factors::Factors;
+pub(crate) use factors::{Factors, initial_magnitudes};
 pub(crate) use folder::{PeftFolder, Use};
 use names::selected;
 pub(crate) use names::{ends_of, module_of, numbered};
-pub(crate) use sizes::{AdapterSizes, MatrixSizes, Scaling, matrices_of};
+pub(crate) use sizes::{AdapterSizes, MatrixSizes, Method, Scaling, matrices_of};
 
 /// Name of the adapters' section in a saved step.
 const SECTION: &str = "adapters";
@@ -138,9 +138,14 @@ fn sizes_of_args(
     } else {
         Scaling::ByRank
     };
+    let method = if args.dora {
+        Method::Dora
+    } else {
+        Method::Lora
+    };
     Ok(AdapterSizes::new(
         MatrixSizes { rank, alpha },
-        scaling,
+        (scaling, method),
         sizes,
         &all,
     ))
@@ -164,7 +169,7 @@ pub(crate) struct Adapters {
     base: String,
 }
 
-/// Returns true for the path of an adapter's factor.
+/// Returns true for the path of an adapter's factor or magnitudes.
 pub(crate) fn is_factor(path: &str) -> bool {
     path.contains(".lora.")
 }
@@ -282,8 +287,12 @@ fn described(sizes: Option<&AdapterSizes>) -> String {
         Scaling::ByRank => "",
         Scaling::ByRootOfRank => " --rslora",
     };
+    let method = match sizes.method {
+        Method::Lora => "",
+        Method::Dora => " --dora",
+    };
     let AdapterSizes { rank, alpha, .. } = sizes;
-    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}")
+    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}{method}")
 }
 
 /// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each

@@ -19,6 +19,7 @@ mod average;
 mod buffer_types;
 mod buffers;
 mod clip;
+mod dora;
 mod elementwise;
 mod fake;
 mod first_step;
