@@ -133,6 +133,15 @@ fn sizes_of_args(
             }
         }
     }
+    Ok(AdapterSizes::new(
+        MatrixSizes { rank, alpha },
+        kind_of(args),
+        sizes,
+        &all,
+    ))
+}
+
+fn kind_of(args: &LoraArgs) -> (Scaling, Method) {
     let scaling = if args.rslora {
         Scaling::ByRootOfRank
     } else {
@@ -143,12 +152,7 @@ fn sizes_of_args(
     } else {
         Method::Lora
     };
-    Ok(AdapterSizes::new(
-        MatrixSizes { rank, alpha },
-        (scaling, method),
-        sizes,
-        &all,
-    ))
+    (scaling, method)
 }
 
 fn wrong(flag: &'static str, target: &str, value: f64, expected: &'static str) -> AdapterError {
