@@ -73,10 +73,10 @@ pub mod compile {
     pub use crate::compiled::{restore_compiled_matching, snapshot_compiled_matching};
     pub use burn_fsdp_spmd::{
         BackendIr, Certificate, CustomOpIr, CustomOperation, CustomOperations, DataParallel,
-        DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState, IdleTensor,
-        LazyLora, Loss, MoveError, OptimizerState, Override, OverrideError, ProofError, ScaleError,
-        ShardSpec, cast_floats, certify, certify_at, compile_from, compile_on, compile_with, graph,
-        kernels, lower, passes, place, prove, run, trace,
+        DoraAdapter, DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState,
+        IdleTensor, LazyDora, LazyLora, Loss, MoveError, OptimizerState, Override, OverrideError,
+        ProofError, ScaleError, ShardSpec, cast_floats, certify, certify_at, compile_from,
+        compile_on, compile_with, graph, kernels, lower, passes, place, prove, run, trace,
     };
 }
 

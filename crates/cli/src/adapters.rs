@@ -25,11 +25,11 @@ use crate::error::{InputError, RankError};
 use crate::random::mixed;
 
 use error::AdapterError;
-pub(crate) use factors::Factors;
+pub(crate) use factors::{Factors, initial_magnitudes};
 pub(crate) use folder::{PeftFolder, Use};
 use names::selected;
 pub(crate) use names::{ends_of, module_of, numbered};
-pub(crate) use sizes::{AdapterSizes, MatrixSizes, Scaling, matrices_of};
+pub(crate) use sizes::{AdapterSizes, MatrixSizes, Method, Scaling, matrices_of};
 
 /// Name of the adapters' section in a saved step.
 const SECTION: &str = "adapters";
@@ -133,17 +133,26 @@ fn sizes_of_args(
             }
         }
     }
+    Ok(AdapterSizes::new(
+        MatrixSizes { rank, alpha },
+        kind_of(args),
+        sizes,
+        &all,
+    ))
+}
+
+fn kind_of(args: &LoraArgs) -> (Scaling, Method) {
     let scaling = if args.rslora {
         Scaling::ByRootOfRank
     } else {
         Scaling::ByRank
     };
-    Ok(AdapterSizes::new(
-        MatrixSizes { rank, alpha },
-        scaling,
-        sizes,
-        &all,
-    ))
+    let method = if args.dora {
+        Method::Dora
+    } else {
+        Method::Lora
+    };
+    (scaling, method)
 }
 
 fn wrong(flag: &'static str, target: &str, value: f64, expected: &'static str) -> AdapterError {
@@ -164,7 +173,7 @@ pub(crate) struct Adapters {
     base: String,
 }
 
-/// Returns true for the path of an adapter's factor.
+/// Returns true for the path of an adapter's factor or magnitudes.
 pub(crate) fn is_factor(path: &str) -> bool {
     path.contains(".lora.")
 }
@@ -282,8 +291,12 @@ fn described(sizes: Option<&AdapterSizes>) -> String {
         Scaling::ByRank => "",
         Scaling::ByRootOfRank => " --rslora",
     };
+    let method = match sizes.method {
+        Method::Lora => "",
+        Method::Dora => " --dora",
+    };
     let AdapterSizes { rank, alpha, .. } = sizes;
-    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}")
+    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}{method}")
 }
 
 /// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each

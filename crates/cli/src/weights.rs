@@ -8,7 +8,7 @@ use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
-use crate::adapters::{Factors, is_factor};
+use crate::adapters::{Factors, initial_magnitudes, is_factor};
 use crate::error::RankError;
 
 /// Checks that a file or folder has the weights of a model.
@@ -21,6 +21,7 @@ pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> 
 }
 
 /// Reads this rank's shards of a sharded model. The adapters' factors stay unchanged, unless `factors` has them.
+/// Magnitudes become the norms of the weights, for which each rank reads whole matrices, one at a time.
 pub(crate) fn read_shards<A: Architecture>(
     sizes: A,
     path: &Path,
@@ -29,10 +30,11 @@ pub(crate) fn read_shards<A: Architecture>(
 ) -> Result<A::Model, RankError> {
     let weights = WeightsFile::open(path, sizes)?;
     load_local_state(model, |tensor| {
-        let values = if is_factor(&tensor.path) {
-            factors.and_then(|factors| factors.part(&tensor.path, tensor.range()))
-        } else {
-            Some(weights.read(&tensor.path, tensor.range())?)
+        let (path, range) = (&tensor.path, tensor.range());
+        let values = match (is_factor(path), factors) {
+            (false, _) => Some(weights.read(path, range)?),
+            (true, Some(factors)) => factors.part(path, range),
+            (true, None) => initial_magnitudes(&weights, path, range)?,
         };
         let bytes = |values: Vec<f32>| values.into_iter().flat_map(f32::to_ne_bytes).collect();
         Ok::<_, RankError>(values.map(bytes))
@@ -40,7 +42,7 @@ pub(crate) fn read_shards<A: Architecture>(
 }
 
 /// Reads this rank's part of a tensor of a compiled step. Returns `None` for a tensor that no file has: an adapter's
-/// factor that is not in `factors`, or any tensor if there is no file.
+/// factor that is not in `factors`, or any tensor if there is no file. Magnitudes are as in [`read_shards`].
 pub(crate) fn read_part<A: Architecture>(
     file: Option<&WeightsFile<A>>,
     factors: Option<&Factors>,
@@ -53,10 +55,12 @@ pub(crate) fn read_part<A: Architecture>(
             part.region
         );
     };
-    let values = match (file, is_factor(path)) {
-        (_, true) => factors.and_then(|factors| factors.part(path, range.clone())),
-        (Some(file), false) => Some(file.read(path, range.clone())?),
-        (None, false) => None,
+    let range = range.clone();
+    let values = match (file, is_factor(path), factors) {
+        (_, true, Some(factors)) => factors.part(path, range),
+        (Some(file), true, None) => initial_magnitudes(file, path, range)?,
+        (Some(file), false, _) => Some(file.read(path, range)?),
+        (None, ..) => None,
     };
     Ok(values.map(|values| TensorData::new(values, part.shape.clone())))
 }

@@ -17,6 +17,8 @@ pub(crate) const CONTAINER: &str = "Reparameterization";
 pub(crate) const FACTOR_A: &str = "lora.a";
 /// Path of the second factor.
 pub(crate) const FACTOR_B: &str = "lora.b";
+/// Path of an adapter's magnitudes.
+pub(crate) const MAGNITUDE: &str = "lora.magnitude";
 
 /// A position in a module during a walk.
 #[derive(Debug, Default)]

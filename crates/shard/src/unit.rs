@@ -9,6 +9,7 @@ use burn_fsdp_collectives::{ProcessGroup, Reduction};
 use burn_fsdp_tensors::{self as tensors, Mapped, Staging};
 use parking_lot::Mutex;
 
+use crate::adapter::Adapter;
 use crate::device;
 use crate::divide_factors::DivideFactors;
 use crate::files::{self, ShardFileError};
@@ -216,18 +217,18 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
-    /// Returns the scale of an adapter, if the parameter of `slot` is one of its factors.
+    /// Returns the scale of an adapter, if `slot` is one of its parameters.
     pub(crate) fn adapter_scale(&self, slot: usize) -> Option<f64> {
         let mut adapters = self.slots.iter().filter_map(|slot| slot.adapter.as_ref());
-        let adapter = adapters.find(|adapter| adapter.a == slot || adapter.b == slot);
+        let adapter = adapters.find(|adapter| adapter.slots().any(|part| part == slot));
         adapter.map(|adapter| adapter.scale)
     }
 
     /// Returns true if the weight of `slot`, including its adapter's part, needs elements from other ranks.
     pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
         let adapter = self.slots[slot].adapter.as_ref();
-        let factors = adapter.map(|adapter| [adapter.a, adapter.b]);
-        let mut parts = factors.into_iter().flatten().chain([slot]);
+        let factors = adapter.into_iter().flat_map(Adapter::slots);
+        let mut parts = factors.chain([slot]);
         parts.any(|part| self.slots[part].is_gathered())
     }
 

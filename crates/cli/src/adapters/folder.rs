@@ -10,9 +10,9 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
 
 use super::error::AdapterError;
-use super::factors::Factors;
+use super::factors::{Factors, Values};
 use super::names::{is_end, module_of};
-use super::sizes::{AdapterSizes, MatrixSizes, Scaling, matrices_of};
+use super::sizes::{AdapterSizes, MatrixSizes, Method, Scaling, matrices_of};
 use crate::error::InputError;
 
 const CONFIG: &str = "adapter_config.json";
@@ -25,7 +25,7 @@ const LONGEST: u64 = 1 << 24;
 const PREFIX: &str = "base_model.model.";
 
 /// Keys that do not affect how adapters are applied or trained here.
-const WITHOUT_EFFECT: [&str; 18] = [
+const WITHOUT_EFFECT: [&str; 19] = [
     "peft_type",
     "r",
     "lora_alpha",
@@ -33,6 +33,7 @@ const WITHOUT_EFFECT: [&str; 18] = [
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "use_dora",
     "init_lora_weights",
     "task_type",
     "auto_mapping",
@@ -81,7 +82,8 @@ impl PeftFolder {
         let config = Config::read(path)?;
         config.check(purpose)?;
         let all = matrices_of(model)?;
-        let factors = read_factors(path, &all)?;
+        let (scaling, method) = (config.scaling(), config.method());
+        let factors = read_factors(path, &all, method)?;
         let usual = MatrixSizes {
             rank: config.number("r", 8)?,
             alpha: config.alpha()?,
@@ -90,7 +92,7 @@ impl PeftFolder {
         let alphas = config.pattern("alpha_pattern")?;
         let mut matrices = BTreeMap::new();
         for spec in &all {
-            let Some([a, b]) = factors.0.get(&spec.path) else {
+            let Some(Values { a, b, magnitude }) = factors.0.get(&spec.path) else {
                 config.check_without(spec)?;
                 continue;
             };
@@ -116,13 +118,18 @@ impl PeftFolder {
                     )));
                 }
             }
+            if let Some(found) = magnitude.as_ref().map(|data| &data.shape()[..])
+                && found != [columns]
+            {
+                return Err(config.folder(format!(
+                    "the magnitudes of {} have shape {found:?}, but the model needs [{columns}]; use an adapter of this \
+                     model",
+                    module_of(spec)
+                )));
+            }
             matrices.insert(spec.path.clone(), sizes);
         }
-        let scaling = match config.keys.get("use_rslora") {
-            Some(Value::Bool(true)) => Scaling::ByRootOfRank,
-            _ => Scaling::ByRank,
-        };
-        let sizes = AdapterSizes::new(usual, scaling, matrices, &all);
+        let sizes = AdapterSizes::new(usual, (scaling, method), matrices, &all);
         if !sizes.is_valid(model) {
             return Err(config.folder(format!(
                 "it must have at least one adapter, ranks from 1 to {}, the hidden size of the model, and alphas above 0",
@@ -167,11 +174,13 @@ impl<'a> Config<'a> {
                            `path_initial_model_for_weight_conversion` of peft's `save_pretrained`";
             return Err(self.setting("init_lora_weights", problem));
         }
-        if !matches!(
-            self.keys.get("use_rslora"),
-            None | Some(Value::Null | Value::Bool(_))
-        ) {
-            return Err(self.setting("use_rslora", "it must be true or false"));
+        for key in ["use_rslora", "use_dora"] {
+            if !matches!(
+                self.keys.get(key),
+                None | Some(Value::Null | Value::Bool(_))
+            ) {
+                return Err(self.setting(key, "it must be true or false"));
+            }
         }
         for (key, value) in &self.keys {
             let is_dropout = key == "lora_dropout";
@@ -190,6 +199,20 @@ impl<'a> Config<'a> {
             ));
         }
         Ok(())
+    }
+
+    fn scaling(&self) -> Scaling {
+        match self.keys.get("use_rslora") {
+            Some(Value::Bool(true)) => Scaling::ByRootOfRank,
+            _ => Scaling::ByRank,
+        }
+    }
+
+    fn method(&self) -> Method {
+        match self.keys.get("use_dora") {
+            Some(Value::Bool(true)) => Method::Dora,
+            _ => Method::Lora,
+        }
     }
 
     fn number(&self, key: &str, default: usize) -> Result<usize, InputError> {
@@ -305,7 +328,11 @@ fn is_off(value: &Value) -> bool {
 }
 
 /// Reads the factors of the model's matrices. Any other tensor is an error.
-fn read_factors(folder: &Path, all: &[ParameterSpec]) -> Result<Factors, InputError> {
+fn read_factors(
+    folder: &Path,
+    all: &[ParameterSpec],
+    method: Method,
+) -> Result<Factors, InputError> {
     let path = folder.join(WEIGHTS);
     let failed = |problem: String| {
         let path = path.clone();
@@ -336,16 +363,30 @@ fn read_factors(folder: &Path, all: &[ParameterSpec]) -> Result<Factors, InputEr
             let tensor = file.tensor(name);
             let tensor = tensor.map_err(|_| failed(format!("it lacks tensor {name}")))?;
             let (dtype, shape) = (tensor.dtype(), tensor.shape());
-            turned(tensor.data(), dtype, shape).ok_or_else(|| {
-                let problem = "only matrices of F32, F16 and BF16 are supported";
+            let read = match shape {
+                [_] => in_32_bits(tensor.data(), dtype, shape),
+                _ => turned(tensor.data(), dtype, shape),
+            };
+            read.ok_or_else(|| {
+                let problem =
+                    "only matrices of F32, F16 and BF16 are supported, and vectors of magnitudes";
                 failed(format!(
                     "tensor {name} has shape {shape:?} and type {dtype:?}; {problem}"
                 ))
             })
         };
-        let factors = [factor(&names[0])?, factor(&names[1])?];
+        let magnitude = format!("{PREFIX}{}.lora_magnitude_vector", module_of(spec));
+        let has_magnitude = method == Method::Dora;
+        let values = Values {
+            a: factor(&names[0])?,
+            b: factor(&names[1])?,
+            magnitude: has_magnitude.then(|| factor(&magnitude)).transpose()?,
+        };
         names.iter().for_each(|name| _ = left.remove(name.as_str()));
-        of_matrices.insert(spec.path.clone(), factors);
+        if has_magnitude {
+            left.remove(magnitude.as_str());
+        }
+        of_matrices.insert(spec.path.clone(), values);
     }
     match left.first() {
         None => Ok(Factors(of_matrices)),
@@ -359,19 +400,24 @@ fn read_factors(folder: &Path, all: &[ParameterSpec]) -> Result<Factors, InputEr
     }
 }
 
-/// Returns a matrix in 32 bits and transposed; `None` for other types and shapes.
-fn turned(bytes: &[u8], dtype: Dtype, shape: &[usize]) -> Option<TensorData> {
+/// Returns a tensor in 32 bits; `None` for other types.
+fn in_32_bits(bytes: &[u8], dtype: Dtype, shape: &[usize]) -> Option<TensorData> {
     let dtype = match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
         _ => return None,
     };
+    let data = TensorData::from_bytes_vec(bytes.to_vec(), shape.to_vec(), dtype);
+    Some(data.convert::<f32>())
+}
+
+/// Returns a matrix in 32 bits and transposed; `None` for other types and shapes.
+fn turned(bytes: &[u8], dtype: Dtype, shape: &[usize]) -> Option<TensorData> {
     let &[rows, columns] = shape else {
         return None;
     };
-    let data = TensorData::from_bytes_vec(bytes.to_vec(), [rows, columns], dtype);
-    let values = data.convert::<f32>();
+    let values = in_32_bits(bytes, dtype, shape)?;
     let values = values.as_slice::<f32>().ok()?;
     let turned = (0..columns).flat_map(|column| {
         let down = values.iter().skip(column).step_by(columns);

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use burn::module::{Lora, ParamGroup};
+use burn::module::{Lora, Module, ParamGroup};
+use burn_fsdp::ShardPolicy;
+use burn_fsdp::internals::compile::{LazyDora, LazyLora};
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, ParameterSpec};
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +17,8 @@ pub(crate) struct AdapterSizes {
     pub(crate) alpha: f64,
     #[serde(default, skip_serializing_if = "Scaling::is_usual")]
     pub(crate) scaling: Scaling,
+    #[serde(default, skip_serializing_if = "Method::is_usual")]
+    pub(crate) method: Method,
     /// The adapted matrices by path; `None` for all matrices of the blocks, with the rank and alpha above.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     matrices: Option<BTreeMap<String, MatrixSizes>>,
@@ -25,6 +29,23 @@ pub(crate) struct AdapterSizes {
 pub(crate) struct MatrixSizes {
     pub(crate) rank: usize,
     pub(crate) alpha: f64,
+}
+
+/// What is trained in addition to the factors.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Method {
+    /// Nothing.
+    #[default]
+    Lora,
+    /// A magnitude for each output (DoRA: Liu et al., arXiv 2402.09353).
+    Dora,
+}
+
+impl Method {
+    fn is_usual(&self) -> bool {
+        *self == Self::Lora
+    }
 }
 
 /// The scale of the product of an adapter's factors.
@@ -56,7 +77,7 @@ impl AdapterSizes {
     /// Describes adapters of `matrices` of a model whose blocks have the matrices `all`.
     pub(crate) fn new(
         usual: MatrixSizes,
-        scaling: Scaling,
+        (scaling, method): (Scaling, Method),
         matrices: BTreeMap<String, MatrixSizes>,
         all: &[ParameterSpec],
     ) -> Self {
@@ -66,6 +87,7 @@ impl AdapterSizes {
             rank: usual.rank,
             alpha: usual.alpha,
             scaling,
+            method,
             matrices: (!are_usual).then_some(matrices),
         }
     }
@@ -110,7 +132,7 @@ impl AdapterSizes {
     }
 
     /// Returns Burn's configurations, which match different matrices. They scale by alpha / rank.
-    pub(crate) fn lora<A: Architecture>(&self, model: A) -> Vec<Lora> {
+    fn lora<A: Architecture>(&self, model: A) -> Vec<Lora> {
         let mut groups: Vec<(MatrixSizes, Vec<String>)> = Vec::new();
         for spec in matrices(model) {
             let Some(sizes) = self.of(&spec.path) else {
@@ -131,11 +153,46 @@ impl AdapterSizes {
         groups.into_iter().map(lora).collect()
     }
 
-    /// Returns the number of elements of all factors.
+    /// Returns a policy that attaches the adapters.
+    pub(crate) fn attached_by<A: Architecture>(
+        &self,
+        policy: ShardPolicy,
+        model: A,
+    ) -> ShardPolicy {
+        let attach = match self.method {
+            Method::Lora => ShardPolicy::lora,
+            Method::Dora => ShardPolicy::dora,
+        };
+        self.lora(model).into_iter().fold(policy, attach)
+    }
+
+    /// Returns a lazy model with the adapters. It stays lazy.
+    pub(crate) fn attached_to<A: Architecture>(&self, lazy: A::Model, model: A) -> A::Model {
+        let mut groups = self.lora(model).into_iter();
+        let Some(first) = groups.next() else {
+            return lazy;
+        };
+        match self.method {
+            Method::Lora => {
+                let adapters = groups.fold(LazyLora::new(first), LazyLora::and);
+                lazy.apply_reparameterization(adapters)
+            }
+            Method::Dora => {
+                let adapters = groups.fold(LazyDora::new(first), LazyDora::and);
+                lazy.apply_reparameterization(adapters)
+            }
+        }
+    }
+
+    /// Returns the number of elements of all factors and magnitudes.
     pub(crate) fn num_params<A: Architecture>(&self, model: A) -> usize {
         let elements = matrices(model).into_iter().filter_map(|spec| {
             let sides: usize = spec.shape.iter().sum();
-            Some(self.of(&spec.path)?.rank * sides)
+            let magnitudes = match self.method {
+                Method::Lora => 0,
+                Method::Dora => spec.module_shape()[1],
+            };
+            Some(self.of(&spec.path)?.rank * sides + magnitudes)
         });
         elements.sum()
     }

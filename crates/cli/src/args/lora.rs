@@ -53,6 +53,9 @@ pub(crate) struct LoraArgs {
     /// Scale adapters by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)
     #[arg(long, requires = "lora", hide_short_help = true)]
     pub(crate) rslora: bool,
+    /// Also train a magnitude for each output of an adapted matrix (DoRA)
+    #[arg(long, requires = "lora", hide_short_help = true)]
+    pub(crate) dora: bool,
     /// Freeze the weights of --init, and continue training the adapters of this peft folder
     ///
     /// adapter_config.json specifies the matrices, ranks and alphas. The rest as for --lora. To resume, pass the same

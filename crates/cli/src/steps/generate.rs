@@ -238,9 +238,8 @@ impl Job {
         let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
         policy = policy.reshard_root(true).prefetch(0);
-        let groups = self.adapters.as_ref().map(|adapters| adapters.lora(sizes));
-        for lora in groups.into_iter().flatten() {
-            policy = policy.lora(lora);
+        if let Some(adapters) = &self.adapters {
+            policy = adapters.attached_by(policy, sizes);
         }
         let blank = sizes.blank(&device)?;
         let mut model = match (&self.args.init, &self.step) {

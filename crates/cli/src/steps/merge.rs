@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::TensorData;
 use burn_fsdp::internals::checkpoint::{
     Consolidated, Error as StepError, Step, check_outside_steps,
 };
@@ -153,7 +153,7 @@ struct Product {
 }
 
 impl Product {
-    /// Returns a parameter with the product of its factors, as peft merges them: the product is scaled, then added.
+    /// Returns a parameter, merged with its adapter if it has one.
     fn added_to<A: Architecture>(
         &self,
         weights: &WeightsFile<A>,
@@ -162,11 +162,10 @@ impl Product {
         let shape = spec.module_shape();
         let values = weights.read(&spec.path, 0..shape.iter().product())?;
         let values = TensorData::new(values, shape);
-        let product = self.factors.product(&spec.path);
-        let (Some(product), Some(scale)) = (product, self.sizes.scale_of(&spec.path)) else {
+        let Some(scale) = self.sizes.scale_of(&spec.path) else {
             return Ok(values);
         };
-        let base = Tensor::<2>::from_data(values, &Device::flex());
-        Ok((base + product.mul_scalar(scale)).into_data())
+        let merged = self.factors.merged(&spec.path, values.clone(), scale);
+        Ok(merged.unwrap_or(values))
     }
 }

@@ -6,13 +6,13 @@ use burn_fsdp::internals::checkpoint::{PlainTensor, Step};
 use burn_fsdp_models::{ModelConfig, ParameterSpec};
 use serde_json::{Map, Value, json};
 
-use crate::adapters::{AdapterSizes, Scaling, ends_of, matrices_of, module_of, numbered};
+use crate::adapters::{AdapterSizes, Method, Scaling, ends_of, matrices_of, module_of, numbered};
 
 /// Returns the name and orientation of each factor of a step's adapters, by path. The model's table provides the names
 /// of the adapted matrices.
 ///
 /// The product of Burn's factors, `[in, rank]` and `[rank, out]`, is added to a matrix of `[in, out]`. Both factors of
-/// peft are transposed.
+/// peft are transposed. Magnitudes, one for each output, are the same in both.
 pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<String, PlainTensor> {
     let names: BTreeMap<_, _> = parameters
         .iter()
@@ -22,14 +22,15 @@ pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<Strin
     let factors = tensors.filter_map(|tensor| {
         let (path, factor) = tensor.name.split_once(".lora.")?;
         let matrix = names.get(path)?.strip_suffix(".weight")?;
-        let factor = match factor {
-            "a" => "lora_A",
-            "b" => "lora_B",
+        let (name, is_transposed) = match factor {
+            "a" => ("lora_A.weight", true),
+            "b" => ("lora_B.weight", true),
+            "magnitude" => ("lora_magnitude_vector", false),
             _ => return None,
         };
         let plain = PlainTensor {
-            name: format!("base_model.model.{matrix}.{factor}.weight"),
-            is_transposed: true,
+            name: format!("base_model.model.{matrix}.{name}"),
+            is_transposed,
         };
         Some((tensor.name.clone(), plain))
     });
@@ -68,6 +69,7 @@ pub(crate) fn config(
         "rank_pattern": pattern(numbered(&ranks.collect(), adapters.rank)),
         "alpha_pattern": pattern(numbered(&alphas.collect(), adapters.alpha)),
         "use_rslora": adapters.scaling == Scaling::ByRootOfRank,
+        "use_dora": adapters.method == Method::Dora,
         "fan_in_fan_out": matches!(model, ModelConfig::Gpt2(_)),
         "inference_mode": true,
     })

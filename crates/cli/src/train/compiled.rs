@@ -14,8 +14,8 @@ use burn_fsdp::internals::compile::graph::Graph;
 use burn_fsdp::internals::compile::passes::Units;
 use burn_fsdp::internals::compile::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp::internals::compile::{
-    BackendIr, Certificate, Error, HalfProducts, LazyLora, ShardSpec, certify_at, compile_on,
-    kernels, restore_compiled_matching, snapshot_compiled_matching,
+    BackendIr, Certificate, Error, HalfProducts, ShardSpec, certify_at, compile_on, kernels,
+    restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::internals::plan::{BudgetError, Size, fit};
 use burn_fsdp::internals::testing::At;
@@ -213,13 +213,8 @@ fn lazy<A: Architecture>(
     seed: u64,
 ) -> A::Model {
     let model = sizes.init(device, seed).expect("the sizes were validated");
-    let groups = adapters.map(|adapters| adapters.lora(sizes).into_iter());
-    let lazily = groups.and_then(|mut groups| {
-        let first = LazyLora::new(groups.next()?);
-        Some(groups.fold(first, LazyLora::and))
-    });
-    match lazily {
-        Some(adapters) => model.apply_reparameterization(adapters),
+    match adapters {
+        Some(adapters) => adapters.attached_to(model, sizes),
         None => model,
     }
 }

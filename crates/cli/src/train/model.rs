@@ -78,9 +78,8 @@ pub(crate) fn shard<A: Architecture>(
     if sharding.replicas > 1 {
         policy = policy.replicate_axis("replicate");
     }
-    let groups = config.adapter_sizes().map(|adapters| adapters.lora(sizes));
-    for lora in groups.into_iter().flatten() {
-        policy = policy.lora(lora);
+    if let Some(adapters) = config.adapter_sizes() {
+        policy = adapters.attached_by(policy, sizes);
     }
     Ok(fully_shard(model, mesh, policy)?)
 }

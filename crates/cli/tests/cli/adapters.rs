@@ -333,7 +333,7 @@ fn unsupported_folders_of_peft_are_named() {
     };
     for (key, value) in [
         ("lora_dropout", json!(0.05)),
-        ("use_dora", json!(true)),
+        ("use_dora", json!("yes")),
         ("bias", json!("lora_only")),
         ("modules_to_save", json!(["lm_head"])),
         ("layers_to_transform", json!([1])),

@@ -13,6 +13,7 @@ mod data;
 mod decoder;
 mod devices;
 mod documents;
+mod dora;
 mod dumps;
 mod families;
 mod faults;

@@ -4,6 +4,7 @@
     transformers_peer.py loss FOLDER [ADAPTERS]    prints its loss on the first batch of `train --synthetic --batch 4 --seq 6`, with
                                                    adapters that peft loads
     transformers_peer.py adapt FOLDER OUT JSON     saves adapters of peft with random factors; JSON is the settings of LoraConfig
+    transformers_peer.py merge FOLDER ADAPTERS OURS prints the largest difference of a weight that peft merges from the one in OURS
     transformers_peer.py generate FOLDER IDS N     prints IDS, of commas, and the N likeliest tokens after them
 """
 import json
@@ -66,6 +67,11 @@ def adapt(folder, out, settings):
     model.save_pretrained(out)
 
 
+def merge(folder, adapters, ours):
+    theirs, ours = load(folder, adapters).merge_and_unload().state_dict(), load(ours).state_dict()
+    print(max((theirs[name] - ours[name]).abs().max().item() for name in ours))
+
+
 def generate(folder, ids, number):
     model = load(folder)
     tokens = [int(token) for token in ids.split(",")]
@@ -76,4 +82,4 @@ def generate(folder, ids, number):
 
 
 if __name__ == "__main__":
-    {"make": make, "loss": loss, "adapt": adapt, "generate": generate}[sys.argv[1]](*sys.argv[2:])
+    {"make": make, "loss": loss, "adapt": adapt, "merge": merge, "generate": generate}[sys.argv[1]](*sys.argv[2:])

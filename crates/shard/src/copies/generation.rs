@@ -331,8 +331,8 @@ impl Generation {
     /// Returns a new leaf for the adapted weight of `slot`, trained if any of its parts is; `None` without an adapter.
     pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
         let adapter = self.unit.slots[slot].adapter?;
-        let parts = [slot, adapter.a, adapter.b];
-        let is_trained = parts.into_iter().any(|part| self.is_trainable(part));
+        let mut parts = adapter.slots().chain([slot]);
+        let is_trained = parts.any(|part| self.is_trainable(part));
         let leaf = Tensor::zeros([1], &self.device(slot));
         Some(leaf.set_require_grad(is_trained))
     }

@@ -35,7 +35,9 @@ impl path::Visitor for Paths {
 pub fn check_names<M: Module>(before: &[String], module: &M) -> Result<(), Error> {
     let is_own = |path: &&String| {
         let is_factor = |name: &str| path.ends_with(&format!(".{name}"));
-        !is_factor(path::FACTOR_A) && !is_factor(path::FACTOR_B)
+        ![path::FACTOR_A, path::FACTOR_B, path::MAGNITUDE]
+            .into_iter()
+            .any(is_factor)
     };
     let after = parameter_paths(module);
     let after: Vec<_> = after.iter().filter(is_own).cloned().collect();

@@ -11,6 +11,7 @@ use super::current::{self, Current};
 use super::identity::Identity;
 use super::owned::{Clones, Owned, RootLink};
 use super::{mailbox, member, part};
+use crate::adapter::AdapterParams;
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
 use crate::device;
@@ -38,7 +39,7 @@ pub(crate) struct ShardedParam {
     identity: Identity,
     generation: Owned,
     /// The factors of the parameter's adapter, for optimizers and records; the engine reads them from their slots.
-    adapter: Option<Box<LoraAdapter>>,
+    adapter: Option<Box<AdapterParams>>,
 }
 
 impl std::fmt::Debug for ShardedParam {
@@ -56,7 +57,7 @@ impl ShardedParam {
     /// Returns the parameter in `slot` of a unit's first generation.
     pub(crate) fn new(
         value: Shown,
-        adapter: Option<LoraAdapter>,
+        adapter: Option<AdapterParams>,
         slot: usize,
         generation: Arc<Generation>,
         root_link: Arc<RootLink>,
@@ -108,8 +109,8 @@ impl ShardedParam {
     /// Returns the parameter with its adapter's factors changed by `change`.
     fn with_adapter(
         self,
-        adapter: Option<Box<LoraAdapter>>,
-        change: impl FnOnce(LoraAdapter) -> LoraAdapter,
+        adapter: Option<Box<AdapterParams>>,
+        change: impl FnOnce(AdapterParams) -> AdapterParams,
     ) -> Self {
         Self {
             adapter: adapter.map(|adapter| Box::new(change(*adapter))),

@@ -10,6 +10,7 @@ use burn::tensor::{Device, FloatDType};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::Precision;
+use crate::adapter::Method;
 use crate::audit::Audit;
 use crate::divide_factors::DivideFactors;
 use crate::hooks::Hooks;
@@ -51,10 +52,17 @@ pub struct ShardPolicy {
     pub(crate) gathers_in_8_bits: bool,
     pub(crate) offload: Option<Device>,
     pub(crate) files: Option<Files>,
-    pub(crate) lora: Vec<Lora>,
+    pub(crate) adapters: Vec<AdapterGroup>,
     /// The modules whose regions are recomputed; `None` for all.
     pub(crate) recomputed: Option<Vec<Pattern>>,
     pub(crate) audit: Audit,
+}
+
+/// Adapters of a group of parameters.
+#[derive(Debug, Clone)]
+pub(crate) struct AdapterGroup {
+    pub(crate) lora: Lora,
+    pub(crate) method: Method,
 }
 
 /// The parameters whose shards are in files.
@@ -107,7 +115,7 @@ impl ShardPolicy {
             gathers_in_8_bits: false,
             offload: None,
             files: None,
-            lora: Vec::new(),
+            adapters: Vec::new(),
             recomputed: None,
             audit: Audit::default(),
         }
@@ -417,14 +425,31 @@ impl ShardPolicy {
     /// # let _ = policy;
     /// ```
     pub fn lora(mut self, lora: Lora) -> Self {
-        self.lora.push(lora);
+        let method = Method::Lora;
+        self.adapters.push(AdapterGroup { lora, method });
+        self
+    }
+
+    /// Attaches adapters as [`lora`](Self::lora) does, and decomposes each adapted weight into a direction and a
+    /// magnitude for each output (Liu et al., "DoRA", arXiv 2402.09353; `use_dora` in peft): each column of
+    /// `base + alpha / rank * (a @ b)` is divided by its norm and multiplied by its magnitude. As in the paper, the norm
+    /// counts as a constant in backward.
+    ///
+    /// The magnitudes are a third trained parameter of shape `[out]`, at `blocks.0.fc.weight.lora.magnitude`. They
+    /// start as the norms of the columns of the base, so a new adapter does not change the model. If you load another
+    /// base after sharding, also load magnitudes: they are not computed again.
+    ///
+    /// Gathered weights have 16 bits with [`Precision`], but norms are computed in 32 bits.
+    pub fn dora(mut self, lora: Lora) -> Self {
+        let method = Method::Dora;
+        self.adapters.push(AdapterGroup { lora, method });
         self
     }
 
     /// Returns true if sharding attaches [adapters](Self::lora), so the sharded module has parameters that the original
     /// module lacks.
     pub fn attaches_adapters(&self) -> bool {
-        !self.lora.is_empty()
+        !self.adapters.is_empty()
     }
 
     /// Sets the steps whose gradients are audited. Default: in debug builds the first step and each step with a new

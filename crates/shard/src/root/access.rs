@@ -37,10 +37,7 @@ impl Weight for Access {
         let regather = |slot| self.root.regather(&self.generation, slot, self.use_id);
         let full = regather(self.slot)?;
         match &self.generation.unit.slots[self.slot].adapter {
-            Some(adapter) => {
-                let (a, b) = (regather(adapter.a)?, regather(adapter.b)?);
-                Ok(adapter.applied(full, a, b))
-            }
+            Some(adapter) => adapter.applied(full, regather),
             None => Ok(full),
         }
     }
@@ -50,17 +47,9 @@ impl Weight for Access {
         let Some(adapter) = &unit.slots[self.slot].adapter else {
             return self.root.receive(unit, self.slot, self.use_id, gradient);
         };
-        let factor = |slot| {
-            let factor = self.root.regather(&self.generation, slot, self.use_id);
-            factor.unwrap_or_else(|error| throw(error))
-        };
-        let of_factors = adapter.gradients(gradient.clone(), factor(adapter.a), factor(adapter.b));
-        let gradients = [
-            (self.slot, gradient),
-            (adapter.a, of_factors.a),
-            (adapter.b, of_factors.b),
-        ];
-        for (slot, gradient) in gradients {
+        let full = |slot| self.root.regather(&self.generation, slot, self.use_id);
+        let gradients = adapter.gradients(self.slot, gradient, full);
+        for (slot, gradient) in gradients.unwrap_or_else(|error| throw(error)) {
             if self.generation.is_trainable(slot) {
                 self.root.receive(unit, slot, self.use_id, gradient);
             }

@@ -299,9 +299,7 @@ impl Root {
         let Some(adapter) = &generation.unit.slots[slot].adapter else {
             return Ok(full);
         };
-        let a = self.full(generation, adapter.a)?;
-        let b = self.full(generation, adapter.b)?;
-        Ok(adapter.applied(full, a, b))
+        adapter.applied(full, |slot| self.full(generation, slot))
     }
 
     fn gather_label(&self, generation: &Generation, operation: Operation) -> Label {

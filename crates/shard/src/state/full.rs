@@ -13,7 +13,7 @@ use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Key, Member};
 use crate::parameter::mailbox;
-use crate::path::{self, FACTOR_A, FACTOR_B, Location};
+use crate::path::{self, FACTOR_A, FACTOR_B, Location, MAGNITUDE};
 use crate::root::Known;
 use crate::state::record;
 use crate::state::tensors::{Held, all};
@@ -88,8 +88,9 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
     for (path, _) in fields {
         // The factors are read together with the adapted parameter, and `materialize` removes them from the module.
-        members.remove(&format!("{path}.{FACTOR_A}"));
-        members.remove(&format!("{path}.{FACTOR_B}"));
+        for part in [FACTOR_A, FACTOR_B, MAGNITUDE] {
+            members.remove(&format!("{path}.{part}"));
+        }
     }
     // `valid` also gives the copy separate running states.
     let mut fill = Fill {
@@ -133,18 +134,16 @@ impl path::Mapper for Fill<'_> {
                 None => param,
             };
         };
-        let whole = |slot| {
-            let whole = record::whole(&member.generation, slot);
-            whole.unwrap_or_else(|error| throw(error))
-        };
+        let whole = |slot| record::whole(&member.generation, slot);
         let whole = match (self.shared.get(&member.key()), &member.slot().adapter) {
             (Some(shared), _) => shared.clone(),
             // Every rank already gathered it for the first field.
             (None, _) if member.is_tied => return param,
             (None, Some(adapter)) => {
-                adapter.applied(whole(member.index), whole(adapter.a), whole(adapter.b))
+                let weight = whole(member.index).and_then(|base| adapter.applied(base, whole));
+                weight.unwrap_or_else(|error| throw(error))
             }
-            (None, None) => whole(member.index),
+            (None, None) => whole(member.index).unwrap_or_else(|error| throw(error)),
         };
         if !self.keep {
             return param;

@@ -5,29 +5,34 @@ use std::collections::HashMap;
 use burn::module::{Lora, ParamId};
 use burn::tensor::DType;
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, Method};
 use crate::error::Error;
-use crate::path::{FACTOR_A, FACTOR_B};
+use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
+use crate::policy::AdapterGroup;
 use crate::slot::Slot;
 use crate::survey::{Found, NewAdapter};
 
 /// Maximum number of paths in an error.
 const NAMED: usize = 12;
 
-/// Returns `parameters`, with the adapter's factors after each parameter that one of `groups` adapts. If several match,
-/// the last one adapts it.
+/// Returns `parameters`, with the adapter's parameters after each parameter that one of `groups` adapts. If several
+/// match, the last one adapts it.
 ///
 /// # Errors
 ///
 /// [`Error::Option`] if a group matches no parameter, has rank 0, an infinite or NaN alpha or an invalid `init_std`, or
 /// sets another type than that of a parameter that it adapts.
-pub(super) fn with_factors(parameters: Vec<Found>, groups: &[Lora]) -> Result<Vec<Found>, Error> {
-    groups.iter().try_for_each(check)?;
+pub(super) fn with_factors(
+    parameters: Vec<Found>,
+    groups: &[AdapterGroup],
+) -> Result<Vec<Found>, Error> {
+    groups.iter().try_for_each(|group| check(&group.lora))?;
     check_matches(&parameters, groups)?;
     let mut all = Vec::with_capacity(parameters.len());
     for base in parameters {
-        let lora = groups.iter().rev().find(|lora| is_adapted(&base, lora));
-        let factors = lora.map(|lora| factors(&base, lora)).transpose()?;
+        let mut latest = groups.iter().rev();
+        let group = latest.find(|group| is_adapted(&base, &group.lora));
+        let factors = group.map(|group| factors(&base, group)).transpose()?;
         all.push(base);
         all.extend(factors.into_iter().flatten());
     }
@@ -40,9 +45,10 @@ fn is_adapted(found: &Found, lora: &Lora) -> bool {
 }
 
 /// Checks that each group matches a parameter.
-fn check_matches(parameters: &[Found], groups: &[Lora]) -> Result<(), Error> {
+fn check_matches(parameters: &[Found], groups: &[AdapterGroup]) -> Result<(), Error> {
     let matches = |lora: &Lora| parameters.iter().any(|found| is_adapted(found, lora));
-    let Some(index) = groups.iter().position(|lora| !matches(lora)) else {
+    let mut groups_of = groups.iter();
+    let Some(index) = groups_of.position(|group| !matches(&group.lora)) else {
         return Ok(());
     };
     let matrices = parameters.iter().filter(|found| found.shape.len() == 2);
@@ -66,8 +72,9 @@ fn check_matches(parameters: &[Found], groups: &[Lora]) -> Result<(), Error> {
     ))
 }
 
-/// Returns the factors `a` and `b` of a parameter that `lora` adapts.
-fn factors(base: &Found, lora: &Lora) -> Result<[Found; 2], Error> {
+/// Returns the factors `a` and `b` of a parameter that a group adapts, and the magnitudes if it has any.
+fn factors(base: &Found, group: &AdapterGroup) -> Result<Vec<Found>, Error> {
+    let lora = &group.lora;
     if let Some(dtype) = lora.dtype.map(DType::from)
         && dtype != base.dtype
     {
@@ -85,7 +92,7 @@ fn factors(base: &Found, lora: &Lora) -> Result<[Found; 2], Error> {
         scale: lora.alpha / lora.rank as f64,
         std: lora.init_std.unwrap_or(1.0 / lora.rank as f64),
     };
-    let factor = |name: &str, shape: [usize; 2]| Found {
+    let factor = |name: &str, shape: &[usize]| Found {
         path: format!("{}.{name}", base.path),
         id: ParamId::new(),
         shape: shape.to_vec(),
@@ -95,10 +102,14 @@ fn factors(base: &Found, lora: &Lora) -> Result<[Found; 2], Error> {
         factor_of: Some(adapter.clone()),
         layer: base.layer.clone(),
     };
-    Ok([
-        factor(FACTOR_A, [base.shape[0], lora.rank]),
-        factor(FACTOR_B, [lora.rank, base.shape[1]]),
-    ])
+    let mut factors = vec![
+        factor(FACTOR_A, &[base.shape[0], lora.rank]),
+        factor(FACTOR_B, &[lora.rank, base.shape[1]]),
+    ];
+    if group.method == Method::Dora {
+        factors.push(factor(MAGNITUDE, &[base.shape[1]]));
+    }
+    Ok(factors)
 }
 
 /// Checks the settings that do not depend on the module.
@@ -142,6 +153,7 @@ pub(super) fn join(slots: &mut [Slot], found: &[Found]) {
         slot.adapter = found[a].factor_of.as_ref().map(|new| Adapter {
             a,
             b,
+            magnitude: factor(MAGNITUDE),
             rows: slot.shape[0],
             columns: slot.shape[1],
             rank: found[a].shape[1],

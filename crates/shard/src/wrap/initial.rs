@@ -95,7 +95,8 @@ fn broadcast(
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {
         let (rank, scale) = (adapter.rank, adapter.scale);
-        format!(", adapted at rank {rank} with a scale of {scale}")
+        let method = adapter.magnitude.map_or("", |_| " by DoRA");
+        format!(", adapted{method} at rank {rank} with a scale of {scale}")
     });
     format!("{} initial value{}", slot.path, adapted.unwrap_or_default())
 }

@@ -1,6 +1,6 @@
 //! `fully_shard` and `replicate`: from a plain module to a sharded one.
 //!
-//! - `factors`: the parameters of adapters that are attached while sharding.
+//! - `factors`: the parameters of adapters that are attached while sharding. `magnitudes`: the initial values of some.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
 //!   parameter.
 //! - `placed`: units with their paths in the module, including those of earlier calls.
@@ -12,6 +12,7 @@
 mod factors;
 mod grouping;
 mod initial;
+mod magnitudes;
 mod own_states;
 mod placed;
 mod ranks;
@@ -170,7 +171,7 @@ fn wrap<M: Module>(
         Form::Replicate => (earlier, Vec::new()),
         Form::Shard => split_off_replicas(earlier),
     };
-    if let (false, Some(path)) = (policy.lora.is_empty(), survey.sharded.first()) {
+    if let (false, Some(path)) = (policy.adapters.is_empty(), survey.sharded.first()) {
         return Err(Error::Option {
             option: "lora",
             expected: "set in one call for the whole module; use `units` instead of calls for its children",
@@ -189,7 +190,7 @@ fn wrap<M: Module>(
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
-    let parameters = factors::with_factors(parameters, &policy.lora)?;
+    let parameters = factors::with_factors(parameters, &policy.adapters)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
         check_groups(earlier, &ranks.groups)?;

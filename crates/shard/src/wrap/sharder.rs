@@ -5,13 +5,14 @@ use std::iter;
 use std::sync::Arc;
 
 use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
-use burn::tensor::{Device, Distribution, Shape, Tensor};
+use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 
 use super::initial;
+use super::magnitudes;
 use super::placed::Placed;
 use super::read::{self, Read};
 use super::ties::{self, Field, Ties};
-use crate::adapter::Adapter;
+use crate::adapter::AdapterParams;
 use crate::convert;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
@@ -20,7 +21,7 @@ use crate::parameter::identity::counterpart;
 use crate::parameter::owned::{Clones, RootLink};
 use crate::parameter::tied::{Tie, TiedParam};
 use crate::parameter::{Attached, ShardedParam};
-use crate::path::{FACTOR_A, FACTOR_B};
+use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
 use crate::shown::Shown;
 use crate::slot::Slot;
 use crate::state::record;
@@ -181,13 +182,17 @@ impl Reparameterizer for Sharder<'_> {
         let base = stand_in_of(&param, &generation, index);
         let value = self.value(&unit, &unit.slots[index], &param);
         drop(param);
-        let value = value.and_then(|value| Ok(unit.in_file(index, files::SHARD, value)?));
         let value = value.unwrap_or_else(|error| throw(error));
+        let adapter = unit.slots[index].adapter.as_ref();
+        let norms = adapter.filter(|adapter| adapter.magnitude.is_some());
+        let norms = norms.map(|adapter| magnitudes::norms(&unit, index, adapter.columns, &value));
+        let norms = norms.transpose().unwrap_or_else(|error| throw(error));
+        let value = unit.in_file(index, files::SHARD, value);
+        let value = value.unwrap_or_else(|error| throw(error.into()));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
         let is_frozen = !self.factors.is_empty() && !self.factors.contains_key(path);
         let shown = Shown::new(id, value, &shape, is_trainable && !is_frozen);
-        let adapter = unit.slots[index].adapter.as_ref();
-        let adapter = adapter.map(|adapter| sharded_factors(self, path, adapter));
+        let adapter = adapter.map(|_| sharded_factors(self, path, norms));
         let sharded =
             ShardedParam::new(shown, adapter, index, generation.clone(), root_link.clone());
         let first = First {
@@ -217,38 +222,49 @@ fn stand_in_of<const D: usize>(
         .save_mapper(record::save(Copies::of(generation), slot, own))
 }
 
-/// Returns the sharded factors of the parameter at `path`, which optimizers and records see.
-fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> LoraAdapter {
+/// Returns the sharded parameters of the adapter at `path`, which optimizers and records see. `norms` are the initial
+/// magnitudes, if it has any.
+fn sharded_factors(
+    sharder: &mut Sharder<'_>,
+    path: &str,
+    norms: Option<TensorData>,
+) -> AdapterParams {
     let found = |name: &str| &sharder.factors[&format!("{path}.{name}")];
     let (a, b) = (found(FACTOR_A), found(FACTOR_B));
     let fill = a
         .factor_of
         .as_ref()
         .map_or(Fill::Zeros, |new| Fill::Normal { std: new.std });
-    let plain = LoraAdapter {
+    let plain = AdapterParams {
         a: lazy(a, fill),
         b: lazy(b, Fill::Zeros),
-        scale: adapter.scale,
+        magnitude: norms.map(|norms| lazy(found(MAGNITUDE), Fill::Values(norms))),
     };
     let prefix = path.to_owned();
     plain.apply_reparameterization(Below { prefix, sharder })
 }
 
 /// The initial values of a factor, as in Burn's `Lora`: a new adapter adds zero.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum Fill {
-    Normal { std: f64 },
+    Normal {
+        std: f64,
+    },
     Zeros,
+    /// Those of magnitudes.
+    Values(TensorData),
 }
 
 /// Returns the parameter of a factor, initialized on demand.
-fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
-    let shape = [factor.shape[0], factor.shape[1]];
+fn lazy<const D: usize>(factor: &Found, fill: Fill) -> Param<Tensor<D>> {
+    let mut shape = [0; D];
+    shape.copy_from_slice(&factor.shape);
     let dtype = factor.dtype;
     let make = move |device: &Device, is_trained: bool| {
-        let values: Tensor<2> = match fill {
+        let values: Tensor<D> = match fill {
             Fill::Normal { std } => Tensor::random(shape, Distribution::Normal(0.0, std), device),
             Fill::Zeros => Tensor::zeros(shape, device),
+            Fill::Values(values) => Tensor::from_data(values, device),
         };
         values.cast(dtype).set_require_grad(is_trained)
     };

@@ -158,7 +158,7 @@ fn problem(
     let is_second_cut = cut_by(&second.path).is_some_and(|cut| Some(cut) != cut_by(&first.path));
     let is_second_owned = owned(&second.path) && !owned(&first.path);
     let adapts = |path: &String| {
-        let mut groups = policy.lora.iter().map(|lora| &lora.param_group);
+        let mut groups = policy.adapters.iter().map(|group| &group.lora.param_group);
         first.shape.len() == 2 && groups.any(|group| group.matches(&first.id, Some(path)))
     };
     let is_trained = first.is_trainable || second.is_trainable;

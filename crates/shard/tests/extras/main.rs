@@ -21,6 +21,7 @@ mod buffer_types;
 mod buffers;
 mod called;
 mod clip;
+mod dora;
 mod elementwise;
 mod fake;
 mod first_step;

@@ -19,20 +19,20 @@ use crate::compiled::seeded;
 use crate::eager::{adamw, floats};
 
 #[derive(Module, Debug)]
-struct Two {
-    a: Linear,
-    b: Linear,
+pub(crate) struct Two {
+    pub(crate) a: Linear,
+    pub(crate) b: Linear,
 }
 
 impl Two {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self {
             a: LinearConfig::new(5, 4).init(device),
             b: LinearConfig::new(4, 3).init(device),
         }
     }
 
-    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+    pub(crate) fn loss(&self, x: Tensor<2>) -> Tensor<1> {
         let y = self.b.forward(self.a.forward(x).tanh());
         y.sub_scalar(0.5).square().mean()
     }
@@ -179,7 +179,7 @@ fn changed_copies_of_frozen_weights_do_not_keep_them() {
 }
 
 /// A visitor that initializes lazy parameters in module order.
-struct Initialized;
+pub(crate) struct Initialized;
 
 impl ModuleVisitor for Initialized {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
