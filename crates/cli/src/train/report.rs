@@ -115,14 +115,12 @@ impl Report {
             peak_rss_bytes.extend(host::peak_rss_bytes());
         }
         let warnings = warnings(config, &results);
-        let products = first.and_then(|first| first.half_products.clone());
-        let recomputed_units = results.first_mut();
-        let recomputed_units =
-            recomputed_units.map(|rank| std::mem::take(&mut rank.recomputed_units));
-        let (losses, eval_losses, sample) = match results.first_mut() {
+        let (losses, eval_losses, recomputed_units, products, sample) = match results.first_mut() {
             Some(first) => (
                 std::mem::take(&mut first.losses),
                 std::mem::take(&mut first.eval_losses),
+                std::mem::take(&mut first.recomputed_units),
+                first.half_products.take(),
                 first.sample.take(),
             ),
             None => Default::default(),
@@ -161,7 +159,7 @@ impl Report {
             peak_rss_bytes,
             start_rss_bytes,
             collectives: collectives.unwrap_or_default(),
-            recomputed_units: recomputed_units.unwrap_or_default(),
+            recomputed_units,
             products,
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),
