@@ -120,7 +120,7 @@ mod tests {
             queues.iter_mut().for_each(|queue| queue.update(&notes));
         };
         update(&mut queues, [2, 0, 1]);
-        assert_eq!(next(&mut queues), [none, vec![5], vec![6]]);
+        assert_eq!(next(&mut queues), [none.clone(), vec![5, 6], none]);
         assert!(!queues[0].is_done());
         update(&mut queues, [0, 0, 0]);
         assert!(queues.iter().all(Queue::is_done));
