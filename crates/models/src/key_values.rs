@@ -12,7 +12,8 @@ const MIN_ROOM: usize = 16;
 /// [`LanguageModel::next_logits`](crate::LanguageModel::next_logits) continues from them.
 ///
 /// A cache belongs to one model and one batch of sequences of equal length. Each token adds
-/// `2 * blocks * batch * kv_heads * head_dim` elements. There is room for up to a quarter more tokens, or for 16. Sequences of unequal lengths have a cache each, and
+/// `2 * blocks * batch * kv_heads * head_dim` elements. There is room for up to a quarter more tokens, or for 16.
+/// Sequences of unequal lengths have a cache each, and
 /// [`LanguageModel::next_logits_of_each`](crate::LanguageModel::next_logits_of_each) runs them together.
 #[derive(Debug, Clone, Default)]
 pub struct KeyValueCache {

@@ -103,10 +103,11 @@ mod tests {
             own.map(|(rank, queue)| queue.next(rank))
                 .collect::<Vec<_>>()
         };
+        let none: Vec<usize> = Vec::new();
         assert_eq!(next(&mut queues), [vec![0, 3], vec![1, 4], vec![2]]);
         assert_eq!(
             next(&mut queues),
-            vec![Vec::<usize>::new(); 3],
+            [none.clone(), none.clone(), none.clone()],
             "the batch is full"
         );
         let update = |queues: &mut Vec<Queue>, active: [usize; 3]| {
@@ -119,7 +120,7 @@ mod tests {
             queues.iter_mut().for_each(|queue| queue.update(&notes));
         };
         update(&mut queues, [2, 0, 1]);
-        assert_eq!(next(&mut queues), [vec![], vec![5], vec![6]]);
+        assert_eq!(next(&mut queues), [none.clone(), vec![5, 6], none]);
         assert!(!queues[0].is_done());
         update(&mut queues, [0, 0, 0]);
         assert!(queues.iter().all(Queue::is_done));
