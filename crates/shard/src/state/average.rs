@@ -18,7 +18,8 @@ use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state}
 /// hand-written mapper over the module's tensors would see stand-ins instead of the parameters.
 ///
 /// Parameters that no unit manages and running states are also averaged; integers and booleans are copied from the
-/// model.
+/// model. A clone shares its running states with the model, so they stay the model's. For averages of these, shard a
+/// second copy of the model.
 ///
 /// In 16 bits, a share of 0.001 is rounded away, so the average would never change. The host therefore also holds the
 /// elements of a 16-bit average in 32 bits (4 bytes each); the module shows them rounded. They belong to this copy and

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{CommStage, OperationKind, ProcessGroup};
-use burn_fsdp_shard::{Error, ShardPolicy, UnitHandle, backward, memory, units};
+use burn_fsdp_shard::{Error, ShardPolicy, UnitHandle, backward, evaluate, memory, units};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -225,6 +225,51 @@ fn gathers_ahead_do_not_change_values() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// Ranks may take different routes in `evaluate`, so no rank can know which unit comes next.
+#[test]
+fn evaluation_by_different_routes_gathers_nothing_ahead() {
+    let route = |rank: usize| [&[0, 2, 1][..], &[1, 0, 1, 3], &[3]][rank].to_vec();
+    let plain = seeded((UNEVEN.build)(&plain_device()), SEED);
+    let loss = |model: &Routed, rank| {
+        let loss = model.through(&route(rank), rank, 0, &plain_device());
+        loss.into_scalar::<f32>()
+    };
+    for (ranks, prefetch) in [(2, 1), (3, 1), (3, 2)] {
+        let outcomes = on_ranks(ranks, move |world| {
+            let policy = ShardPolicy::new().units(["layers.*"]).prefetch(prefetch);
+            let model: Routed = build(UNEVEN, &world, &device(), policy)?;
+            for handle in units(&model)? {
+                handle.set_forward_prefetch(&units(&model)?[..])?;
+            }
+            // All ranks take one route, which another forward would expect again.
+            let all = model.valid();
+            for _ in 0..2 {
+                drop(all.through(&[0, 1, 2], 0, 0, &plain_device()).into_data());
+            }
+            drop(all);
+            let mut losses = Vec::new();
+            let gathers = counted(&world, || {
+                let body = |model: &Routed| loss(model, world.rank());
+                losses.push(evaluate(&model, body).expect("evaluates"));
+                losses.push(evaluate(&model, body).expect("evaluates again"));
+            });
+            Ok((losses, gathers.most, memory(&model)?.unsharded_live))
+        });
+        for (rank, (losses, most, live)) in outcomes.into_iter().enumerate() {
+            let want = loss(&plain, rank);
+            assert!(
+                losses.iter().all(|got| (got - want).abs() <= 1e-6),
+                "{losses:?}, not {want}"
+            );
+            assert_eq!(
+                (most, live),
+                (1, 0),
+                "rank {rank} of {ranks}, prefetch {prefetch}"
+            );
         }
     }
 }
