@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::backend::Flex;
-use burn::module::Module;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
