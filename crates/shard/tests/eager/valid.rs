@@ -234,7 +234,7 @@ fn gathers_ahead_do_not_change_values() {
 fn evaluation_by_different_routes_gathers_nothing_ahead() {
     let route = |rank: usize| [&[0, 2, 1][..], &[1, 0, 1, 3], &[3]][rank].to_vec();
     let plain = seeded((UNEVEN.build)(&plain_device()), SEED);
-    let loss = |model: &Routed, rank| {
+    let loss = move |model: &Routed, rank| {
         let loss = model.through(&route(rank), rank, 0, &plain_device());
         loss.into_scalar::<f32>()
     };

@@ -33,7 +33,7 @@ fn decomposed_weights_have_the_magnitudes_as_norms() {
     let linear = linear.apply_reparameterization(LazyDora::new(Lora::new(1, 0.5)));
     let adapter = linear.weight.reparameterization::<DoraAdapter>();
     let mut adapter = adapter.expect("an adapter").clone();
-    let data = |tensor: Tensor<1>| tensor.into_data().to_vec::<f32>().expect("numbers");
+    let data = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().expect("numbers");
     let root = 2.0_f32.sqrt();
     assert_eq!(
         data(adapter.magnitude.val()),
