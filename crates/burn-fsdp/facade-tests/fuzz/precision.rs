@@ -70,7 +70,13 @@ impl Halves {
     }
 
     pub(crate) fn of_layer(self, plan: &Plan, layer: usize) -> Option<FloatDType> {
-        self.of(layer, plan.layers[layer].computes_in_full() && !self.states)
+        let kind = plan.layers[layer];
+        // In a compiled step, all recurrent layers compute in one type.
+        let mut layers = plan.layers.iter().enumerate();
+        let is_bit_set = |layer: usize| self.full >> layer & 1 == 1;
+        let is_one_full = layers.any(|(layer, kind)| kind.is_recurrent() && is_bit_set(layer));
+        let is_full = kind.computes_in_full() && !self.states;
+        self.of(layer, is_full || kind.is_recurrent() && is_one_full)
     }
 
     pub(crate) fn of_embedding(self) -> Option<FloatDType> {
