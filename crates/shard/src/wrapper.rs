@@ -68,7 +68,7 @@ pub struct FullyShardedDataParallel<M> {
 impl<M: Module> FullyShardedDataParallel<M> {
     /// Shards `module` like [`fully_shard`], and wraps it.
     ///
-    /// Collective: all ranks of the policy's axis call it, with the same module structure and policy. For a subset of
+    /// Collective: all ranks of the policy's axes call it, with the same module structure and policy. For a subset of
     /// the ranks, create the mesh from a split group.
     ///
     /// # Errors
@@ -101,8 +101,8 @@ impl<M: Module> FullyShardedDataParallel<M> {
     }
 
     /// Calls the module: runs `forward` with the module and `input`, and returns its result. The float tensors of
-    /// `input` are cast to the type in which the wrapper's parameters compute, like the inputs of a wrapped module in
-    /// PyTorch. Those of the result are cast to the [`output_type`](Self::output_type), if it is set. Integers and
+    /// `input` are cast to the type in which the first parameter that this wrapper sharded computes, like the inputs of a
+    /// wrapped module in PyTorch. Those of the result are cast to the [`output_type`](Self::output_type), if it is set. Integers and
     /// booleans are unchanged. `input` and the result are tensors or any nesting of tensors, see [`Batch`].
     ///
     /// `model.forward(input)` calls the module's own function, without casts. Wrap a submodule and call it in this way to

@@ -97,12 +97,6 @@ impl Copies {
             .then_some(first)
     }
 
-    /// Returns the values that the pass `epoch` over the module has created, if a module holds them.
-    pub(crate) fn of_pass(&self, epoch: u64) -> Option<Arc<Generation>> {
-        let mut live = self.live().into_iter();
-        live.find(|held| held.epoch() == epoch && held.holders.is_held())
-    }
-
     fn live(&self) -> Vec<Arc<Generation>> {
         self.kin.live()
     }

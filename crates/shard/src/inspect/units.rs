@@ -219,8 +219,9 @@ impl UnitHandle {
     /// nothing ahead. Unlike the recorded order, a list is already used in the first step.
     ///
     /// List units that are used soon after this one: each listed unit's full parameters exist from then on. Where a
-    /// listed unit is not used next in the same direction, later steps leave it out. Evaluation does not use the
-    /// lists. All ranks must set the same ones.
+    /// listed unit is not used next in the same direction, later steps leave it out. Forwards without autodiff use
+    /// the list from the second forward of a copy on; [`evaluate`](crate::evaluate()) does not. All ranks must set the
+    /// same lists.
     ///
     /// # Errors
     ///

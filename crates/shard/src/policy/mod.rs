@@ -208,10 +208,14 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the number of units that are gathered ahead of their use, in training and in forwards without autodiff;
-    /// `None` selects the default. With 0, each unit is gathered at its first use, and each reduction blocks. Each prefetched unit costs the memory of one unit.
-    /// Default: 1 if the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps) communication, as groups of
-    /// processes do, and 0 if ranks are threads, which gain nothing from it.
+    /// Sets the number of units that are gathered ahead of their use; `None` selects the default. With 0, each unit is
+    /// gathered when it is used, and each reduction blocks. Each prefetched unit costs the memory of one unit. Default:
+    /// 1 if the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps) communication, as groups of processes
+    /// do, and 0 if ranks are threads, which gain nothing from it.
+    ///
+    /// Training gathers ahead from the second step on, and evaluation from the second forward of a copy on.
+    /// [`evaluate`](crate::evaluate()) gathers nothing ahead. Lists
+    /// ([`set_forward_prefetch`](crate::UnitHandle::set_forward_prefetch)) replace this number.
     pub fn prefetch(mut self, units: impl Into<Option<usize>>) -> Self {
         self.prefetch = units.into();
         self

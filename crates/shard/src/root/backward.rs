@@ -141,6 +141,8 @@ impl Progress {
             copies.drop_pieces();
         }
         read::forget();
+        // All ranks end a backward, including those that used no unit.
+        self.reading.discard();
         self.phase = Phase::Idle;
         self.counts.finished += 1;
         self.uses.pass = None;

@@ -66,7 +66,7 @@ impl Root {
             return Err(layer.refuses(&of.path, of.elements.compute.dtype));
         }
         if !value.is_autodiff() {
-            return self.read(generation, place);
+            return self.read(generation, slot);
         }
         if region::state() == RegionState::Again {
             return self.access_again(generation, slot);
@@ -119,9 +119,9 @@ impl Root {
     fn read<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
-        place: Place,
+        slot: usize,
     ) -> Result<Tensor<D>, Error> {
-        let (unit, slot) = (&generation.unit, place.slot);
+        let unit = &generation.unit;
         let full = self.step(|progress| {
             let last = progress.reading.last.upgrade();
             if let Some(last) = last
@@ -132,6 +132,7 @@ impl Root {
             }
             progress.reading.last = Arc::downgrade(generation);
             if unit.is_gathered_for(slot) {
+                let is_gathered = !generation.life.is_unsharded();
                 if generation.life.is_sharded() {
                     progress.meet_others(generation)?;
                     let operation = Operation::UnshardForward(unit.position());
@@ -139,8 +140,8 @@ impl Root {
                 }
                 // Reads by the engine, for example to save a module, belong to no forward.
                 if progress.routes.is_none() && !ambient::is_engine() {
-                    let is_first = progress.reading.enter(generation, place);
-                    progress.read_ahead(self, generation, is_first)?;
+                    progress.reading.enter(generation);
+                    progress.read_ahead(self, generation, is_gathered)?;
                 }
                 self.finish_gather(generation)?;
             }
@@ -163,26 +164,25 @@ impl Recomputed for Root {
 
 impl Progress {
     /// Starts the gathers that follow a read of `generation`: those of the units that the program listed for its unit,
-    /// if the forward uses it for the first time, or else the next ones of the last forward, up to the prefetch limit.
+    /// if the unit is gathered for this read, or else the next ones of the last forward, up to the prefetch limit.
     fn read_ahead(
         &mut self,
         root: &Root,
-        generation: &Generation,
-        is_first: bool,
+        generation: &Arc<Generation>,
+        is_gathered: bool,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         let next = match unit.listed_after(Operation::UnshardForward(unit.position())) {
-            Some(listed) if is_first => listed.into_iter().filter_map(Operation::unit).collect(),
+            Some(listed) if is_gathered => {
+                let listed: Vec<_> = listed.into_iter().filter_map(Operation::unit).collect();
+                self.reading.listed(generation, &listed)
+            }
             Some(_) => Vec::new(),
             None => self.reading.expected(root.prefetch()),
         };
-        for unit in next {
-            let copies = root.copies(unit);
-            let next = copies.and_then(|copies| copies.of_pass(generation.epoch()));
-            if let Some(next) = next.filter(|next| next.life.is_sharded()) {
-                root.start_gather(&next, Operation::UnshardForward(unit))?;
-                self.reading.ahead.push(Arc::downgrade(&next));
-            }
+        for next in next.into_iter().filter(|next| next.life.is_sharded()) {
+            root.start_gather(&next, Operation::UnshardForward(next.unit.position()))?;
+            self.reading.ahead.push(Arc::downgrade(&next));
         }
         Ok(())
     }
@@ -226,7 +226,6 @@ impl Progress {
             self.leave_pass()?;
         }
         if self.uses.pass.is_none() {
-            self.reading.discard();
             self.order.copy = copy;
             self.order.used.clear();
             self.begin_order(root);

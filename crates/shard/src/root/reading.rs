@@ -1,62 +1,68 @@
 //! Forwards without autodiff: the unit that was read last, and gathers that start ahead of their use.
 //!
 //! Outside of [`evaluate`](crate::evaluate), all ranks read the same units in the same order. So each rank expects the
-//! units of its last forward again, and all ranks expect the same ones. No messages are needed.
+//! units of its last forward of the same copy again, and all ranks expect the same ones. No messages are needed.
 
 use std::sync::{Arc, Weak};
 
-use super::pass::Place;
 use crate::copies::{Generation, UnitState};
 use crate::error::Error;
-
-/// The number of uses of units after which a forward ends that has not returned to its first parameter.
-const LONGEST: usize = 4096;
 
 /// The uses of units in the current forward without autodiff, and in the last one.
 #[derive(Default)]
 pub(super) struct Reading {
     /// The values whose unit was last read.
     pub(super) last: Weak<Generation>,
-    /// The first parameter that the forward read, with its unit. Reading it again after another unit begins a new
+    /// The values that the forward has used so far, in order. Using one of them again after another begins a new
     /// forward.
-    first: Option<(usize, Place)>,
-    /// The units that the forward has used so far, in order.
-    used: Vec<usize>,
-    /// The units that the last forward used, in order.
-    recorded: Vec<usize>,
+    used: Vec<Weak<Generation>>,
+    /// The values that the last forward used, in order.
+    recorded: Vec<Weak<Generation>>,
     /// The values whose gathers were started ahead of their use.
     pub(super) ahead: Vec<Weak<Generation>>,
 }
 
 impl Reading {
-    /// Notes a read of the parameter at `place` in `generation`. Returns true if the forward uses the unit for the first
-    /// time.
-    pub(super) fn enter(&mut self, generation: &Arc<Generation>, place: Place) -> bool {
-        let unit = generation.unit.position();
-        let is_other =
-            |ahead: &Weak<Generation>| !std::ptr::eq(ahead.as_ptr(), Arc::as_ptr(generation));
-        self.ahead.retain(is_other);
-        let has_left = self.used.len() > 1;
-        let is_again = has_left && self.first == Some((unit, place));
-        if is_again || self.used.len() == LONGEST {
-            self.discard();
-            self.recorded = std::mem::take(&mut self.used);
+    /// Notes a read of a parameter of `generation`.
+    pub(super) fn enter(&mut self, generation: &Arc<Generation>) {
+        let is_it = |known: &Weak<Generation>| known.as_ptr() == Arc::as_ptr(generation);
+        self.ahead.retain(|ahead| !is_it(ahead));
+        if self.used.last().is_some_and(is_it) {
+            return;
         }
-        if self.used.is_empty() {
-            self.first = Some((unit, place));
+        self.used.retain(|used| used.strong_count() > 0);
+        if let Some(begin) = self.used.iter().position(is_it) {
+            self.recorded = self.used.split_off(begin);
+            self.used.clear();
         }
-        let is_first = !self.used.contains(&unit);
-        if self.used.last() != Some(&unit) {
-            self.used.push(unit);
-        }
-        is_first
+        self.used.push(Arc::downgrade(generation));
     }
 
-    /// Returns the next `number` units if the forward uses the same units as the last one.
-    pub(super) fn expected(&self, number: usize) -> Vec<usize> {
-        let rest = self.recorded.strip_prefix(&self.used[..]);
-        let next = rest.unwrap_or_default().iter();
-        next.take(number).copied().collect()
+    /// Returns the next `number` values if the forward uses the same ones as the last. At the first unit, returns none:
+    /// it may also be the end of the last forward, for example the head of a root that has the embedding, too.
+    pub(super) fn expected(&self, number: usize) -> Vec<Arc<Generation>> {
+        let mut pairs = self.used.iter().zip(&self.recorded);
+        let is_same = pairs.all(|(used, recorded)| used.ptr_eq(recorded));
+        match self.recorded.get(self.used.len()..) {
+            Some(next) if is_same && self.used.len() > 1 => {
+                next.iter().take(number).filter_map(Weak::upgrade).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the values of `units` that the last forward used, if it also used `generation`.
+    pub(super) fn listed(
+        &self,
+        generation: &Arc<Generation>,
+        units: &[usize],
+    ) -> Vec<Arc<Generation>> {
+        let recorded: Vec<_> = self.recorded.iter().filter_map(Weak::upgrade).collect();
+        if !recorded.iter().any(|known| Arc::ptr_eq(known, generation)) {
+            return Vec::new();
+        }
+        let of_unit = |unit: &usize| recorded.iter().find(|known| known.unit.position() == *unit);
+        units.iter().filter_map(of_unit).cloned().collect()
     }
 
     /// Cancels the gathers that no read has used.
