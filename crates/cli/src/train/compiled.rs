@@ -403,9 +403,8 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);
-        let loss = self.step.step_accumulated(rate, &batches)?;
-        self.end()?;
-        Ok(loss as f32)
+        let loss = self.step.step_accumulated(rate, &batches)? as f32;
+        self.end().map(|()| loss)
     }
 
     fn traced_step(
@@ -415,8 +414,7 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
     ) -> Result<(f32, Vec<Value>), RankError> {
         let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);
-        let traced = self.step.step_accumulated_with_timeline(rate, &batches);
-        let (loss, timeline) = traced?;
+        let (loss, timeline) = self.step.step_accumulated_with_timeline(rate, &batches)?;
         self.end()?;
         let events = timeline.chrome_events(self.world.rank());
         let offset = timeline.began().saturating_duration_since(origin);
@@ -486,9 +484,10 @@ impl<A: Architecture, Be: BackendIr> Trainer for Compiled<'_, A, Be> {
     }
 
     fn half_products(&self) -> Option<String> {
-        let has_halves = self.config.sharding.precision.compute() == Some(FloatDType::BF16);
         let has_kernels = TypeId::of::<Be>() == TypeId::of::<Flex>();
-        (has_halves && has_kernels).then(|| HalfProducts::chosen().to_string())
+        let compute = self.config.sharding.precision.compute();
+        let is_half = has_kernels && compute == Some(FloatDType::BF16);
+        is_half.then(|| HalfProducts::chosen().to_string())
     }
 
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError> {
