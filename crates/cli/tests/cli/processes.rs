@@ -451,6 +451,25 @@ fn a_generation_warns_once() {
     assert_eq!(warnings.count(), 1, "{}", run.stderr);
 }
 
+/// Each process continues a part of the prompts, and the first prints all texts.
+#[test]
+fn prompts_are_divided_among_processes() {
+    let folder = crate::foreign::folders();
+    folder.write("prompts.txt", "a\nto be or\nnot\nthat is the\nq\n");
+    let arguments =
+        "generate --init gpt2 --tokenizer bytes --prompts prompts.txt --tokens 7 --batch 3";
+    let Some(mut command) = launcher::mpirun(2) else {
+        return;
+    };
+    command.arg(env!("CARGO_BIN_EXE_burn-fsdp"));
+    command.args(arguments.split(' '));
+    command.current_dir(folder.path(""));
+    let run = bounded(command).expect("it ends");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(run.stdout, folder.run(arguments).stdout);
+    assert_eq!(run.stderr.matches("tokens/s").count(), 1, "{}", run.stderr);
+}
+
 /// The launcher writes the ranks' output to files, which are not text for any rank.
 #[test]
 fn output_of_other_ranks_in_the_text_folder_is_skipped() {
