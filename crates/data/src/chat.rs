@@ -270,17 +270,17 @@ impl Formatter for Spaced {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     const CHAT: &str = r#"[{"role":"user","content":"Hi\n"},{"role":"assistant","content":"a"},{"role":"user","content":"b"},{"role":"assistant","content":"c"}]"#;
 
-    const PLAIN: &str = "{% for message in messages %}
+    pub(crate) const PLAIN: &str = "{% for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message['content'].strip() + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}";
 
-    const MARKED: &str = "{{ bos_token }}{% for message in messages %}
+    pub(crate) const MARKED: &str = "{{ bos_token }}{% for message in messages %}
 {% if message.role == 'assistant' %}
 <a>{% generation %}{{ message.content }}{{ eos_token }}{%- endgeneration -%}
 {% else %}

@@ -88,19 +88,7 @@ fn chat_error(error: ChatError) -> DataError {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const PLAIN: &str = "{% for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message['content'].strip() + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}";
-
-    const MARKED: &str = "{{ bos_token }}{% for message in messages %}
-{% if message.role == 'assistant' %}
-<a>{% generation %}{{ message.content }}{{ eos_token }}{%- endgeneration -%}
-{% else %}
-<u>{{ message.content }}
-{% endif %}
-{% endfor %}";
+    use crate::chat::tests::{MARKED, PLAIN};
 
     #[test]
     fn a_message_is_a_prompt_with_an_end() {

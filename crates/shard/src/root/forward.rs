@@ -139,8 +139,8 @@ impl Root {
                     self.start_gather(generation, operation)?;
                 }
                 // Reads by the engine, for example to save a module, belong to no forward.
-                if progress.routes.is_none() && !ambient::is_engine() {
-                    progress.reading.enter(generation);
+                let is_forward = progress.routes.is_none() && !ambient::is_engine();
+                if is_forward && (progress.reading.enter(generation) || is_gathered) {
                     progress.read_ahead(self, generation, is_gathered)?;
                 }
                 self.finish_gather(generation)?;

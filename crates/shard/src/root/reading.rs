@@ -23,12 +23,12 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// Notes a read of a parameter of `generation`.
-    pub(super) fn enter(&mut self, generation: &Arc<Generation>) {
+    /// Notes a read of a parameter of `generation`. Returns true if the last read was of another unit.
+    pub(super) fn enter(&mut self, generation: &Arc<Generation>) -> bool {
         let is_it = |known: &Weak<Generation>| known.as_ptr() == Arc::as_ptr(generation);
         self.ahead.retain(|ahead| !is_it(ahead));
         if self.used.last().is_some_and(is_it) {
-            return;
+            return false;
         }
         self.used.retain(|used| used.strong_count() > 0);
         if let Some(begin) = self.used.iter().position(is_it) {
@@ -36,6 +36,7 @@ impl Reading {
             self.used.clear();
         }
         self.used.push(Arc::downgrade(generation));
+        true
     }
 
     /// Returns the next `number` values if the forward uses the same ones as the last. At the first unit, returns none:
