@@ -21,6 +21,7 @@ mod choice;
 mod codec;
 mod config_file;
 mod console;
+mod enough;
 mod error;
 mod host;
 mod launch;

@@ -5,6 +5,7 @@ use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
 
 use crate::args::{Float, TrainArgs};
+use crate::enough;
 use crate::error::InputError;
 use crate::host;
 use crate::train::ranks::Ranks;
@@ -101,7 +102,6 @@ pub(super) fn check_memory(
     let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());
     };
-    const GIB: u128 = 1 << 30;
     let params = model.num_params();
     let (number, own) = (ranks.number() as u128, ranks.of_process() as u128);
     let copies = match strategy {
@@ -122,15 +122,5 @@ pub(super) fn check_memory(
     let per_rank = (64 << 10) + 24 * number + 12 * 1024 * model.num_layers() as u128;
     let needed = state.saturating_add(logits);
     let needed = needed.saturating_add(per_rank.saturating_mul(own));
-    let available = u128::from(available);
-    if needed > available {
-        Err(InputError::TooLittleMemory {
-            params,
-            ranks: ranks.number(),
-            needed: needed.div_ceil(GIB),
-            available: available / GIB,
-        })
-    } else {
-        Ok(())
-    }
+    enough::memory(params, ranks.number(), needed, available)
 }

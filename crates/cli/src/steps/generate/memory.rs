@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use burn_fsdp_models::ModelConfig;
 
+use crate::enough;
 use crate::error::InputError;
 use crate::host;
 use crate::train::Ranks;
@@ -19,7 +20,6 @@ pub(super) fn check(
     let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());
     };
-    const GIB: u128 = 1 << 30;
     const ELEMENT: u128 = 4;
     let params = model.num_params();
     let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
@@ -39,17 +39,7 @@ pub(super) fn check(
     };
     let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
     let needed = (shards + unit).saturating_mul(ranks.of_process() as u128) + cache;
-    let available = u128::from(available);
-    if needed > available {
-        Err(InputError::TooLittleMemory {
-            params,
-            ranks: ranks.number(),
-            needed: needed.div_ceil(GIB),
-            available: available / GIB,
-        })
-    } else {
-        Ok(())
-    }
+    enough::memory(params, ranks.number(), needed, available)
 }
 
 /// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
