@@ -86,11 +86,13 @@ impl Optimizer {
         )
     }
 
-    /// Returns true if its steps have the same size for gradients of any size.
+    /// Returns true if the size of its step does not depend on the size of the gradient. Cautious decay adds a part of
+    /// the parameter or nothing, as the signs of the two decide.
     pub(crate) fn ignores_size(self) -> bool {
         matches!(
             self,
-            Self::Lamb
+            Self::Cautious
+                | Self::Lamb
                 | Self::Adafactor
                 | Self::Absolute
                 | Self::Lion

@@ -68,7 +68,7 @@ impl Case {
             return Some(format!("saved {:?}, not {:?}", paths(got), paths(want)));
         }
         // Attention does not depend on a bias of its keys, whose gradient therefore consists only of rounding, and
-        // these optimizers make steps of one size for any gradient.
+        // the steps of these optimizers do not get smaller with the gradient.
         let is_noise = |path: &str| self.optimizer.ignores_size() && path.ends_with("key.bias");
         let params = want.params.iter().filter(|(path, _)| !is_noise(path));
         let params = params.map(|(path, want)| {
