@@ -25,7 +25,7 @@ pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 pub(crate) use report::ReportArgs;
 pub(crate) use steps::{
-    ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg, PromptArgs,
+    ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg, PromptArgs, ResidenceArg,
 };
 
 /// Fully sharded training: each rank holds a shard of the parameters, gradients and optimizer state.

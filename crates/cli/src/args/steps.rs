@@ -149,6 +149,9 @@ pub(crate) struct GenerateArgs {
     /// The prompt with index i, counted from 0, has a generator of its own with this seed plus i.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
+    /// Where the weights are while texts are generated
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) weights: ResidenceArg,
     /// Ranks: threads, or the processes of mpirun or srun [default: 1 thread, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
@@ -163,4 +166,14 @@ pub(crate) struct GenerateArgs {
         hide_short_help = true
     )]
     pub(crate) deadline: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ResidenceArg {
+    /// Whole if every process has the memory for it, else sharded
+    Auto,
+    /// One whole copy in each process, for all of its ranks
+    Whole,
+    /// A shard on each rank, which gathers each block for every token
+    Sharded,
 }

@@ -7,7 +7,7 @@ mod memory;
 mod prompts;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use burn::module::Module;
@@ -18,7 +18,8 @@ use burn_fsdp::internals::checkpoint::{
 use burn_fsdp::internals::collectives::Fingerprint;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::sharding::{InitialPart, fully_shard_from};
-use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
+use burn_fsdp::internals::state::unsharded;
+use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
 use crate::adapters::error::AdapterError;
@@ -32,6 +33,7 @@ use crate::steps::open::with_step;
 use crate::text::{Generated, Prompt, Sample};
 use crate::train::{Ranks, agree, tokenizer_of};
 use crate::weights;
+use memory::Residence;
 use prompts::GivenPrompt;
 
 /// The input of the ranks that generate.
@@ -46,9 +48,13 @@ struct Job {
     /// Texts before which a text ends.
     stops: Vec<String>,
     prompts: Vec<Prompt>,
+    residence: Residence,
     /// True if each rank is a process, which has read the prompts itself.
     are_processes: bool,
 }
+
+/// The weights of all ranks in this process, once one of them has read them.
+type Shared<M> = Mutex<Option<M>>;
 
 /// Prints the prompts and the texts that the model adds to them.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
@@ -147,15 +153,26 @@ fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<(Arc<Job>, Genera
         .without_background()
         .deadline(deadline);
     let job = Arc::new(job);
-    let shared = Arc::clone(&job);
-    let generated = launch(config, move |world| match shared.model {
-        ModelConfig::Gpt(sizes) => shared.generate(sizes, &world),
-        ModelConfig::Llama(sizes) => shared.generate(sizes, &world),
-        ModelConfig::Gpt2(sizes) => shared.generate(sizes, &world),
-    })?;
+    let generated = match job.model {
+        ModelConfig::Gpt(sizes) => on_ranks_of(config, &job, sizes),
+        ModelConfig::Llama(sizes) => on_ranks_of(config, &job, sizes),
+        ModelConfig::Gpt2(sizes) => on_ranks_of(config, &job, sizes),
+    }?;
     // Every rank has all answers.
     let generated = generated.into_iter().next().unwrap_or_default();
     Ok((job, generated))
+}
+
+fn on_ranks_of<A: Architecture>(
+    config: LaunchConfig,
+    job: &Arc<Job>,
+    sizes: A,
+) -> Result<Vec<Generated>, Failure> {
+    let job = Arc::clone(job);
+    let shared = Shared::<A::Model>::default();
+    Ok(launch(config, move |world| {
+        job.generate(sizes, &world, &shared)
+    })?)
 }
 
 impl Job {
@@ -187,7 +204,8 @@ impl Job {
         let lengths: Vec<_> = lengths
             .map(|tokens| tokens.len().saturating_add(args.tokens))
             .collect();
-        memory::check(&model, ranks, &lengths, args.prompts.batch)?;
+        let batch = args.prompts.batch;
+        let residence = memory::residence(args.weights, &model, ranks, &lengths, batch)?;
         if let Some(folder) = &args.init
             && ranks.have_first()
         {
@@ -209,6 +227,7 @@ impl Job {
         Ok(Self {
             stops: [&args.stop[..], &encoded.stops].concat(),
             prompts: prompts.collect(),
+            residence,
             are_processes: ranks.are_processes(),
             args,
             model,
@@ -219,12 +238,12 @@ impl Job {
         })
     }
 
-    /// Generates on one rank, and returns all answers. A unit is gathered only while it is used, so at most one unit
-    /// is whole at a time. Collective.
+    /// Generates on one rank, and returns all answers. Collective.
     fn generate<A: Architecture>(
         &self,
         sizes: A,
         world: &ProcessGroup,
+        shared: &Shared<A::Model>,
     ) -> Result<Generated, RankError> {
         if self.are_processes {
             let prompts = format!("{:?}", self.prompts);
@@ -234,10 +253,52 @@ impl Job {
                 format!("{} prompts, hash {hash:016x}", self.prompts.len()),
             )?;
         }
+        let model = if self.is_whole_on_all(world)? {
+            // The first rank of a process reads the weights. The others wait for it here, where there is no deadline.
+            let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*shared {
+                Some(model) => model.clone(),
+                None => shared.insert(self.whole(sizes)?).clone(),
+            }
+        } else {
+            self.read(sizes, world, Strategy::FullShard)?.valid()
+        };
+        self.sample().continue_all(
+            &model,
+            &self.prompts,
+            self.args.prompts.batch,
+            world,
+            || false,
+        )
+    }
+
+    /// Returns true if all processes have the memory for whole weights. Collective.
+    fn is_whole_on_all(&self, world: &ProcessGroup) -> Result<bool, RankError> {
+        let own = vec![u8::from(self.residence == Residence::Whole)];
+        let notes = world.exchange("residence of the weights", own)?;
+        Ok(notes.iter().all(|note| note[..] == [1]))
+    }
+
+    /// Returns the model without shards.
+    fn whole<A: Architecture>(&self, sizes: A) -> Result<A::Model, RankError> {
+        // A parameter that is not sharded becomes a tensor of the plain module without a copy.
+        let model = self.read(sizes, &ProcessGroup::solo(), Strategy::NoShard)?;
+        let whole = unsharded(&model, true)?;
+        Ok(whole.expect("a rank that keeps the whole model has it"))
+    }
+
+    /// Returns the model with the parameters that this rank of `group` holds. A unit is gathered only while it is used, so
+    /// at most one unit is gathered at a time. Collective.
+    fn read<A: Architecture>(
+        &self,
+        sizes: A,
+        group: &ProcessGroup,
+        strategy: Strategy,
+    ) -> Result<A::Model, RankError> {
         let device = Device::flex().autodiff().gradient_checkpointing();
-        let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+        let mesh = ProcessMesh::new(group, Mesh::line("shard", group.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
-        policy = policy.reshard_root(true).prefetch(0);
+        policy = policy.strategy(strategy).reshard_root(true).prefetch(0);
         if let Some(adapters) = &self.adapters {
             policy = adapters.attached_by(policy, sizes);
         }
@@ -257,13 +318,7 @@ impl Job {
             let restored = restore_matching(model, step, is_factor);
             model = restored.map_err(|error| unread(step, error))?;
         }
-        self.sample().continue_all(
-            &model.valid(),
-            &self.prompts,
-            self.args.prompts.batch,
-            world,
-            || false,
-        )
+        Ok(model)
     }
 
     fn sample(&self) -> Sample<'_> {

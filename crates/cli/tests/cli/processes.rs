@@ -458,16 +458,20 @@ fn prompts_are_divided_among_processes() {
     folder.write("prompts.txt", "a\nto be or\nnot\nthat is the\nq\n");
     let arguments =
         "generate --init gpt2 --tokenizer bytes --prompts prompts.txt --tokens 7 --batch 3";
-    let Some(mut command) = launcher::mpirun(2) else {
-        return;
-    };
-    command.arg(env!("CARGO_BIN_EXE_burn-fsdp"));
-    command.args(arguments.split(' '));
-    command.current_dir(folder.path(""));
-    let run = bounded(command).expect("it ends");
-    assert_eq!(run.code, 0, "{}", run.stderr);
-    assert_eq!(run.stdout, folder.run(arguments).stdout);
-    assert_eq!(run.stderr.matches("tokens/s").count(), 1, "{}", run.stderr);
+    for weights in ["whole", "sharded"] {
+        let Some(mut command) = launcher::mpirun(2) else {
+            return;
+        };
+        command.arg(env!("CARGO_BIN_EXE_burn-fsdp"));
+        command
+            .args(arguments.split(' '))
+            .args(["--weights", weights]);
+        command.current_dir(folder.path(""));
+        let run = bounded(command).expect("it ends");
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        assert_eq!(run.stdout, folder.run(arguments).stdout);
+        assert_eq!(run.stderr.matches("tokens/s").count(), 1, "{}", run.stderr);
+    }
 }
 
 /// The launcher writes the ranks' output to files, which are not text for any rank.

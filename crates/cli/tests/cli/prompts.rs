@@ -61,9 +61,10 @@ fn each_prompt_has_the_text_that_it_has_alone() {
             assert!(!flags.contains("stop") || finishes("stop"), "{alone:?}");
             assert!(flags.contains("stop") || finishes("length"), "{alone:?}");
             for ranks in ["1", "2", "3"] {
-                for batch in ["16", "2"] {
+                for (batch, weights) in [("16", "sharded"), ("2", "sharded"), ("2", "whole")] {
                     let more = ["--prompts", "prompts.txt", "--seed", "3"];
                     let more = [&more[..], &["--ranks", ranks, "--batch", batch]].concat();
+                    let more = [&more[..], &["--weights", weights]].concat();
                     let together = lines(&ok(&folder, &generate, &more));
                     assert_eq!(together, alone, "{model} {flags} {more:?}");
                 }
@@ -118,6 +119,7 @@ fn several_texts_are_numbered_and_measured() {
     }
     let one = ok(&folder, &format!("{generate} --json"), &["--prompt", "the"]);
     assert_eq!(lines(&one), found[..1]);
+    assert!(one.stderr.contains("1 prompt: 3 tokens"), "{}", one.stderr);
 }
 
 #[test]

@@ -60,8 +60,9 @@ pub(super) fn print(
 fn summary(num_prompts: usize, num_tokens: usize, generated: &Generated) -> String {
     let (seconds, mib) = (generated.seconds, generated.cache_bytes as f64 / MIB);
     let speed = num_tokens as f64 / seconds.max(f64::MIN_POSITIVE);
+    let plural = if num_prompts == 1 { "" } else { "s" };
     format!(
-        "{num_prompts} prompts: {num_tokens} tokens in {seconds:.2} s, {speed:.1} tokens/s; keys and values: at most \
+        "{num_prompts} prompt{plural}: {num_tokens} tokens in {seconds:.2} s, {speed:.1} tokens/s; keys and values: at most \
          {mib:.1} MiB on a rank"
     )
 }

@@ -4,42 +4,85 @@ use std::collections::BTreeMap;
 
 use burn_fsdp_models::ModelConfig;
 
+use crate::args::ResidenceArg;
 use crate::enough;
 use crate::error::InputError;
 use crate::host;
 use crate::train::Ranks;
 
-/// Checks that this process has memory for its ranks' shards, one full unit for each rank, and the keys and values of
-/// `batch` of the prompts, which all ranks divide. `lengths` are the most tokens of each prompt with its answer.
-pub(super) fn check(
+const ELEMENT: u128 = 4;
+
+/// Where the weights of a generation are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Residence {
+    /// Each process has one copy of all weights, which its ranks share.
+    Whole,
+    /// Each rank has its shards, and one full unit while it is used.
+    Sharded,
+}
+
+/// The memory that a generation needs in this process, in bytes.
+struct Needs {
+    whole: u128,
+    sharded: u128,
+}
+
+/// Returns where the weights are. `lengths` are the most tokens of each prompt with its answer.
+///
+/// # Errors
+///
+/// If this process does not have the memory for the weights, and for the keys and values of `batch` of the prompts, which
+/// all ranks divide.
+pub(super) fn residence(
+    wanted: ResidenceArg,
     model: &ModelConfig,
     ranks: &Ranks,
     lengths: &[usize],
     batch: usize,
-) -> Result<(), InputError> {
-    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
-        return Ok(());
+) -> Result<Residence, InputError> {
+    let available = host::memory_bytes(ranks.processes_here());
+    let needs = Needs::of(model, ranks, lengths, batch)?;
+    let fits = |needed| available.is_none_or(|available| needed <= u128::from(available));
+    let (residence, needed) = match wanted {
+        ResidenceArg::Whole => (Residence::Whole, needs.whole),
+        ResidenceArg::Auto if fits(needs.whole) => (Residence::Whole, needs.whole),
+        ResidenceArg::Auto | ResidenceArg::Sharded => (Residence::Sharded, needs.sharded),
     };
-    const ELEMENT: u128 = 4;
-    let params = model.num_params();
-    let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
-    let unit = ELEMENT * largest_unit(model)? as u128;
-    // The longest prompts may all be on one rank.
-    let mut longest: Vec<_> = lengths.iter().map(|len| (*len).min(model.seq())).collect();
-    longest.sort_unstable_by(|a, b| b.cmp(a));
-    let here = batch
-        .div_ceil(ranks.number())
-        .saturating_mul(ranks.of_process());
-    // A cache has room for a quarter more.
-    let seen: usize = longest.iter().take(here).map(|len| len + len / 4).sum();
-    let seen = seen as u128;
-    let width = match model {
-        ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
-        ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
-    };
-    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
-    let needed = (shards + unit).saturating_mul(ranks.of_process() as u128) + cache;
-    enough::memory(params, ranks.number(), needed, available)
+    if let Some(available) = available {
+        enough::memory(model.num_params(), ranks.number(), needed, available)?;
+    }
+    Ok(residence)
+}
+
+impl Needs {
+    fn of(
+        model: &ModelConfig,
+        ranks: &Ranks,
+        lengths: &[usize],
+        batch: usize,
+    ) -> Result<Self, InputError> {
+        let params = model.num_params();
+        let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
+        let unit = ELEMENT * largest_unit(model)? as u128;
+        // The longest prompts may all be on one rank.
+        let mut longest: Vec<_> = lengths.iter().map(|len| (*len).min(model.seq())).collect();
+        longest.sort_unstable_by(|a, b| b.cmp(a));
+        let here = batch
+            .div_ceil(ranks.number())
+            .saturating_mul(ranks.of_process());
+        // A cache has room for a quarter more.
+        let seen: usize = longest.iter().take(here).map(|len| len + len / 4).sum();
+        let seen = seen as u128;
+        let width = match model {
+            ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
+            ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
+        };
+        let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
+        Ok(Self {
+            whole: ELEMENT * params as u128 + unit + cache,
+            sharded: (shards + unit).saturating_mul(ranks.of_process() as u128) + cache,
+        })
+    }
 }
 
 /// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
@@ -61,6 +104,29 @@ mod tests {
     use burn_fsdp_models::{GptConfig, LlamaConfig};
 
     use super::*;
+
+    #[test]
+    fn threads_share_one_copy_and_shards_are_divided() {
+        let sizes = GptConfig {
+            vocab: 50,
+            seq: 8,
+            layers: 3,
+            dim: 16,
+            heads: 2,
+        };
+        let model = ModelConfig::Gpt(sizes);
+        let weights = ELEMENT * model.num_params() as u128;
+        let unit = ELEMENT * largest_unit(&model).expect("a model") as u128;
+        // Ten keys and values in each layer: 8 tokens and a quarter more.
+        let cache = |prompts: u128| 2 * ELEMENT * 3 * 16 * 10 * prompts;
+        for ranks in [1, 2, 4] {
+            let needs = Needs::of(&model, &Ranks::Threads(ranks), &[99; 5], 4).expect("a model");
+            assert_eq!(needs.whole, weights + unit + cache(4), "{ranks}");
+            let shards = ranks as u128 * (weights.div_ceil(ELEMENT).div_ceil(ranks as u128));
+            let sharded = ELEMENT * shards + ranks as u128 * unit + cache(4);
+            assert_eq!(needs.sharded, sharded, "{ranks}");
+        }
+    }
 
     #[test]
     fn the_largest_unit_is_a_block_or_the_root() {
