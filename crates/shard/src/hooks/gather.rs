@@ -1,8 +1,6 @@
 //! A user's function that replaces the gather of a unit's parameters.
 
-use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{BufferPool, Label, Part, ProcessGroup};
@@ -10,37 +8,16 @@ use burn_fsdp_mesh::Partition;
 use burn_fsdp_tensors as tensors;
 
 use super::pending::PendingTensors;
+use super::replacement::{Replaceable, Replacement};
 use super::results::{check, float_type};
-use crate::ambient::{Purpose, within};
 use crate::error::Error;
 
 /// A function that gathers the parameters of a unit: it receives this rank's shards, and returns the full parameters.
-#[derive(Clone)]
-pub(crate) struct GatherHook(Arc<Gather>);
+pub(crate) type GatherHook = Replacement<UnitGather>;
 
-type Gather = dyn Fn(&UnitGather) -> Result<PendingTensors, Error> + Send + Sync;
-
-impl GatherHook {
-    pub(crate) fn new(
-        gather: impl Fn(&UnitGather) -> Result<PendingTensors, Error> + Send + Sync + 'static,
-    ) -> Self {
-        Self(Arc::new(gather))
-    }
-
-    /// Calls the hook, and returns the full parameters that it gathers. When they exist, checks that they are flat,
-    /// without autodiff, and of the right lengths.
-    pub(crate) fn call(&self, gather: UnitGather) -> Result<PendingTensors, Error> {
-        let full = within(Purpose::Hook, || (self.0)(&gather))?;
-        Ok(full.and_then(move |full| {
-            gather.check(&full, "returned", ParameterShard::num_elements)?;
-            Ok(full)
-        }))
-    }
-}
-
-impl fmt::Debug for GatherHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GatherHook")
+impl Replaceable for UnitGather {
+    fn check_results(&self, full: &[Tensor<1>]) -> Result<(), Error> {
+        self.check(full, "returned", ParameterShard::num_elements)
     }
 }
 

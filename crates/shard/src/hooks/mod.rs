@@ -2,12 +2,14 @@
 //!
 //! - `gradient`: changes a gradient before it is reduced.
 //! - `gather` and `reduction`: gather parameters and reduce gradients in place of the engine.
-//! - `pending`: the tensors that a hook returns, before they exist. `results`: checks the tensors that hooks return.
+//! - `replacement`: the call of such a function. `pending`: the tensors that it returns, before they exist. `results`:
+//!   checks these tensors.
 
 mod gather;
 mod gradient;
 mod pending;
 mod reduction;
+mod replacement;
 mod results;
 
 pub(crate) use gather::GatherHook;

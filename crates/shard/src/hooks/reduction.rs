@@ -1,8 +1,6 @@
 //! A user's function that replaces a reduction of gradients.
 
-use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{
@@ -12,45 +10,17 @@ use burn_fsdp_mesh::Partition;
 use burn_fsdp_tensors as tensors;
 
 use super::pending::PendingTensors;
+use super::replacement::{Replaceable, Replacement};
 use super::results::{check, float_type};
-use crate::ambient::{Purpose, within};
 use crate::error::Error;
 
 /// A function that reduces gradients: it receives this rank's gradients, and returns this rank's parts of their divided
 /// sums.
-#[derive(Clone)]
-pub(crate) struct ReductionHook(Arc<Reduce>);
+pub(crate) type ReductionHook = Replacement<UnitReduction>;
 
-type Reduce = dyn Fn(&UnitReduction) -> Result<PendingTensors, Error> + Send + Sync;
-
-impl ReductionHook {
-    pub(crate) fn new(
-        reduce: impl Fn(&UnitReduction) -> Result<PendingTensors, Error> + Send + Sync + 'static,
-    ) -> Self {
-        Self(Arc::new(reduce))
-    }
-
-    /// Calls the hook, and returns this rank's part of each mean. When they exist, checks that the parts are flat,
-    /// without autodiff, and of the right lengths.
-    pub(crate) fn call(&self, reduction: UnitReduction) -> Result<PendingTensors, Error> {
-        let parts = within(Purpose::Hook, || (self.0)(&reduction))?;
-        Ok(parts.and_then(move |parts| {
-            reduction.check(&parts, "returned", FullGradient::held_elements)?;
-            Ok(parts)
-        }))
-    }
-}
-
-/// Clones of a hook are equal.
-impl PartialEq for ReductionHook {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-impl fmt::Debug for ReductionHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ReductionHook")
+impl Replaceable for UnitReduction {
+    fn check_results(&self, parts: &[Tensor<1>]) -> Result<(), Error> {
+        self.check(parts, "returned", FullGradient::held_elements)
     }
 }
 
