@@ -171,9 +171,12 @@ impl Plainly<'_> {
         let scale = self.scale.map_or(1.0, |scale| scale.factor);
         let multiple = match (halves.are_scaled(), self.nudge) {
             (false, nudge) => 1.0 + 0.3 * nudge as f64,
-            // Whether sums of f16 overflow depends on the order of addition, unless they are far from it.
+            // Whether sums of f16 overflow depends on the order of addition, unless they are far from it. One order may
+            // skip a step, and another only the step before it.
             (true, 1) => 4.0,
             (true, 2) => 0.25,
+            (true, 3) => 2.0,
+            (true, 4) => 0.5,
             (true, _) => 1.0,
         };
         let together = match &leg.engine {
