@@ -12,7 +12,7 @@
 /// the host, a wrapper that holds a module and its policy, and the error of the eager engine.
 pub mod sharding {
     pub use burn_fsdp_shard::{
-        Audit, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
+        Audit, BaseBits, DivideFactors, Error, FullGradient, FullyShardedDataParallel, InitialPart,
         ParameterShard, PendingTensors, ReduceGroup, ReductionStage, ShardFileError, UnitGather,
         UnitReduction, fully_shard_from, offload_activations,
     };

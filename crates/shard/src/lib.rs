@@ -17,7 +17,7 @@
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region that the thread is in, and the
 //!   uses of units that belong to it.
 //! - `audit`: the check that each gradient of a step was summed and divided once.
-//! - `packing`: the 8-bit form of shards in transit.
+//! - `packing`: forms of shards in fewer bits. `base_bits`: a frozen base's form.
 //! - `adapter`: the arithmetic of a weight and its low-rank adapter.
 //! - `schedule`: the order of operations, recorded in the first step and followed later.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward run unit by unit.
@@ -55,6 +55,7 @@ mod activations;
 mod adapter;
 mod ambient;
 mod audit;
+mod base_bits;
 mod convert;
 mod copies;
 mod device;
@@ -99,6 +100,7 @@ mod wrapper;
 
 pub use activations::{offload_activations, refuse_offload_in_trace};
 pub use audit::Audit;
+pub use base_bits::BaseBits;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
 pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};
 pub use copies::UnitState;

@@ -1,6 +1,49 @@
-//! The 8-bit form in which shards are sent.
+//! The forms of shards in fewer bits: the 8-bit form in which shards are sent, and a frozen base's, in which they are
+//! also held.
 
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{Error, Partition};
+
+use crate::base_bits::Quantized;
+
+/// The shards of one parameter in fewer bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Packed {
+    /// Only gathers have this form.
+    Sent(Packing),
+    /// Shards are held and sent in this form.
+    Held(Quantized),
+}
+
+impl Packed {
+    /// Returns the partition of all records' bytes into one record per rank.
+    pub(crate) fn bytes(&self) -> Partition {
+        match self {
+            Self::Sent(packing) => packing.bytes,
+            Self::Held(quantized) => quantized.bytes,
+        }
+    }
+
+    /// Returns the number of bytes in all records.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes().num_elements()
+    }
+
+    /// Unpacks all records, and writes the elements to `into` in the type `dtype`.
+    pub(crate) fn unpack(&self, records: &[u8], dtype: DType, into: &mut [u8]) {
+        match self {
+            Self::Held(quantized) => quantized.unpack(records, dtype, into),
+            Self::Sent(packing) if dtype == DType::F32 => packing.unpack(records, into),
+            Self::Sent(packing) => {
+                let len = packing.elements.num_elements();
+                let mut wide = vec![0; len * DType::F32.size()];
+                packing.unpack(records, &mut wide);
+                let wide = TensorData::from_bytes_vec(wide, [len], DType::F32);
+                into.copy_from_slice(wide.convert_dtype(dtype).as_bytes());
+            }
+        }
+    }
+}
 
 /// Number of elements that share a scale, counted from a shard's first element.
 pub(crate) const BLOCK: usize = 256;
@@ -32,11 +75,6 @@ impl Packing {
             None => Partition::rows(&[num_shards, len], num_shards)?,
         };
         Ok(Self { elements, bytes })
-    }
-
-    /// Returns the number of bytes in all records.
-    pub(crate) fn len(&self) -> usize {
-        self.bytes.num_elements()
     }
 
     /// Returns the record of shard `shard`, whose elements are 32-bit floats in native byte order. It is empty for a
@@ -114,7 +152,7 @@ mod tests {
         let records: Vec<u8> = (partition.ranges().enumerate())
             .flat_map(|(shard, range)| packing.packed(&bytes(&values[range]), shard))
             .collect();
-        assert_eq!(records.len(), packing.len());
+        assert_eq!(records.len(), packing.bytes.num_elements());
         let mut into = vec![0xff; 4 * values.len()];
         packing.unpack(&records, &mut into);
         let (words, _) = into.as_chunks::<4>();

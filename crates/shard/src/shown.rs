@@ -62,6 +62,29 @@ impl Shown {
         }
     }
 
+    /// Creates a frozen parameter of the shape `shape` on `device`, whose flat elements are made when they are read.
+    pub(crate) fn lazy(
+        id: ParamId,
+        elements: impl FnOnce() -> Tensor<1> + Send + Sync + 'static,
+        device: &Device,
+        shape: &[usize],
+    ) -> Self {
+        match shape.len() {
+            1 => Self::One(lazy(id, elements, device, shape)),
+            2 => Self::Two(lazy(id, elements, device, shape)),
+            dims => unreachable!("a matrix is shown with 1 or 2 dims, not {dims}"),
+        }
+    }
+
+    /// Returns true if the parameter is trained, or will be after `train`.
+    pub(crate) fn is_trained(&self) -> bool {
+        of_any!(self, param => {
+            let value = param.base();
+            let after = || param.clone().train().base();
+            value.is_require_grad() || (!value.is_autodiff() && after().is_require_grad())
+        })
+    }
+
     /// Returns the parameter with its elements replaced by `flat`.
     pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
         map_any!(self, param => param.map(|old| {
@@ -169,6 +192,22 @@ fn leaf<const D: usize>(
 ) -> Param<Tensor<D>> {
     let value = shaped(flat, shape.to_vec().into());
     Param::initialized(id, value).set_require_grad(is_trainable)
+}
+
+/// Returns a frozen parameter whose flat elements are made when they are read.
+fn lazy<const D: usize>(
+    id: ParamId,
+    elements: impl FnOnce() -> Tensor<1> + Send + Sync + 'static,
+    device: &Device,
+    shape: &[usize],
+) -> Param<Tensor<D>> {
+    let shape = Shape::from(shape.to_vec());
+    let of = shape.clone();
+    let make = move |device: &Device, is_trained: bool| {
+        let flat = device::tracked(plain(elements()), device);
+        shaped(flat, of).to_device(device).set_require_grad(is_trained)
+    };
+    Param::uninitialized(id, make, device.clone(), false, shape)
 }
 
 /// Returns the elements of `flat` in another shape, as a leaf instead of a view.

@@ -10,7 +10,8 @@ use burn_fsdp_mesh::Partition;
 
 use crate::adapter::Adapter;
 use crate::layer::Layer;
-use crate::packing::Packing;
+use crate::base_bits::Quantized;
+use crate::packing::Packed;
 
 /// The part of a parameter that a rank holds between steps, and how its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +64,8 @@ pub(crate) struct Slot {
     /// The partition of the flat elements; a single shard if every rank holds the whole.
     pub(crate) partition: Partition,
     pub(crate) holding: Holding,
-    /// The 8-bit form in which gathers send shards, if any.
-    pub(crate) packing: Option<Packing>,
+    /// The form of shards in fewer bits, in gathers or also at rest, if any.
+    pub(crate) packed: Option<Packed>,
     pub(crate) adapter: Option<Adapter>,
     /// The layer around the parameter, if the layer does not compute in the parameter's type.
     pub(crate) unfit: Option<Arc<Layer>>,
@@ -161,7 +162,23 @@ impl Slot {
 
     /// Returns the number of bytes that rank `rank` of the group holds between steps.
     pub(crate) fn held_bytes(&self, rank: usize) -> usize {
-        self.held_elements(rank) * self.elements.stored.size()
+        match self.quantized() {
+            Some(quantized) => quantized.bytes.len(self.part_of(rank)),
+            None => self.held_elements(rank) * self.elements.stored.size(),
+        }
+    }
+
+    /// Returns the form of the parameter's elements at rest, if a policy holds them in fewer bits.
+    pub(crate) fn quantized(&self) -> Option<&Quantized> {
+        match &self.packed {
+            Some(Packed::Held(quantized)) => Some(quantized),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of the partition's part that rank `rank` of the group holds.
+    pub(crate) fn part_of(&self, rank: usize) -> usize {
+        if self.is_gathered() { rank } else { 0 }
     }
 
     /// Returns true if the parameter's elements must be gathered from other ranks before use.

@@ -10,8 +10,10 @@ use burn_fsdp_tensors::{self as tensors, Mapped, Staging};
 use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
+use crate::convert::cast;
 use crate::device;
 use crate::divide_factors::DivideFactors;
+use crate::error::Error;
 use crate::files::{self, ShardFileError};
 use crate::read::Named;
 use crate::schedule::Operation;
@@ -239,6 +241,56 @@ impl Unit {
 
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
+    }
+
+    /// Returns this rank's elements of the parameter in `slot`, given the form in which they are held.
+    pub(crate) fn elements_of(&self, slot: usize, held: Tensor<1>) -> Tensor<1> {
+        let slot = &self.slots[slot];
+        let Some(quantized) = slot.quantized() else {
+            return held;
+        };
+        let (device, dtype) = (held.device(), slot.elements.stored.dtype);
+        if held.shape().num_elements() == 0 {
+            return Tensor::zeros([0], (&device, dtype));
+        }
+        let record = tensors::source(plain(held), None);
+        let part = slot.part_of(self.groups.shard.rank());
+        tensors::owned(quantized.elements(record.as_bytes(), part), dtype, &device)
+    }
+
+    /// Returns this rank's elements of the parameter in `slot` in the form in which they are held, and an error if they
+    /// are not finite and thus have no such form.
+    pub(crate) fn packed(&self, slot: usize, elements: Tensor<1>) -> (Tensor<1>, Option<Error>) {
+        let slot = &self.slots[slot];
+        let Some(quantized) = slot.quantized() else {
+            return (elements, None);
+        };
+        let device = elements.device();
+        let words = tensors::source(cast(plain(elements), DType::F32), None);
+        let rank = self.groups.shard.rank();
+        let (record, not_finite) = quantized.record(words.as_bytes(), slot.part_of(rank));
+        let error = not_finite.map(|index| Error::Option {
+            option: "base_in",
+            expected: "set for finite weights; repair them, or keep them in their own type, without `base_in`",
+            got: format!(
+                "set for `{}`, whose element {} is infinite or NaN",
+                slot.path,
+                slot.held_range(rank).start + index
+            ),
+        });
+        (tensors::owned(record, DType::F32, &device), error)
+    }
+
+    /// Returns this rank's new elements of the parameter in `slot` in the form in which they are held.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] for a base in fewer bits with infinite or NaN elements.
+    pub(crate) fn held_form(&self, slot: usize, elements: Tensor<1>) -> Result<Tensor<1>, Error> {
+        match self.packed(slot, elements) {
+            (held, None) => Ok(held),
+            (_, Some(error)) => Err(error),
+        }
     }
 
     /// Returns a flat tensor of the parameter in `slot` with its elements in a file, if the policy keeps them there.

@@ -277,11 +277,15 @@ impl Generation {
 
     /// Returns the untracked value of `slot`, on an autodiff device if the module uses one.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
-        let Value { plain, device, .. } = self.held(slot);
-        device::tracked(plain, &device)
+        device::tracked(self.plain(slot), &self.held(slot).device)
     }
 
     pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
+        self.unit.elements_of(slot, self.raw(slot))
+    }
+
+    /// Returns the untracked value of `slot` in the form in which it is held, possibly a base in fewer bits.
+    pub(crate) fn raw(&self, slot: usize) -> Tensor<1> {
         self.held(slot).plain
     }
 

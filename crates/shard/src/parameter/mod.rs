@@ -1,7 +1,7 @@
 //! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
 //! - `sharded`: the parameter. `owned`: a module's reference to it, and the link to its root. `identity`: its id.
-//! - `tied`: another field that shares it.
+//! - `tied`: another field that shares it. `quantized`: a frozen base in fewer bits, as walks see it.
 //! - `current`: the parameter that an optimizer works on. `part`: the parameters that its step reaches.
 //! - `member`: the walk that finds parameters. `mailbox`: the message that a walk leaves for one.
 
@@ -11,6 +11,7 @@ pub(crate) mod mailbox;
 pub(crate) mod member;
 pub(crate) mod owned;
 pub(crate) mod part;
+mod quantized;
 mod sharded;
 pub(crate) mod tied;
 

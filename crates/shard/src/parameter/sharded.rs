@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::current::{self, Current};
 use super::identity::Identity;
 use super::owned::{Clones, Owned, RootLink};
-use super::{mailbox, member, part};
+use super::{mailbox, member, part, quantized};
 use crate::adapter::AdapterParams;
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
@@ -127,7 +127,8 @@ impl ShardedParam {
     ) -> Self {
         let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
             Some((loaded, keeps_id)) => {
-                let value = value.with_elements(loaded);
+                let loaded = generation.unit.held_form(generation.slot, loaded);
+                let value = value.with_elements(loaded.unwrap_or_else(|error| throw(error)));
                 let identity = if keeps_id {
                     identity
                 } else {
@@ -136,11 +137,15 @@ impl ShardedParam {
                 (value, identity)
             }
             None => {
-                let path = &generation.unit.slots[generation.slot].path;
-                let shown = Self::shown(&value, &identity, path);
-                let before = shown.id();
+                let slot = &generation.unit.slots[generation.slot];
+                let before = identity.shown(&slot.path);
                 mapper.exit_module(NAME, CONTAINER);
-                let value = mapped(&generation, shown, path, mapper);
+                let value = match slot.quantized() {
+                    None => mapped(&generation, value.with_id(before), &slot.path, mapper),
+                    Some(_) => quantized::mapped(&generation, value.with_id(before), |shown| {
+                        mapped(&generation, shown, &slot.path, mapper)
+                    }),
+                };
                 mapper.enter_module(NAME, CONTAINER);
                 // The mapper has read the file. Most maps leave most parameters unchanged and need no check.
                 if is_unwritten(&generation, &value) {
@@ -164,9 +169,19 @@ impl ShardedParam {
         mapped
     }
 
-    /// Returns `value` under its settled id.
-    fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
-        value.clone().with_id(identity.shown(path))
+    /// Returns the value under its settled id, as visitors see it.
+    fn shown(&self) -> Shown {
+        let generation = &self.generation;
+        let slot = &generation.unit.slots[generation.slot];
+        let value = self.value.clone().with_id(self.identity.shown(&slot.path));
+        match slot.quantized() {
+            None => value,
+            Some(_) => guarded(
+                quantized::shown(generation, &value),
+                generation,
+                generation.slot,
+            ),
+        }
     }
 }
 
@@ -202,7 +217,7 @@ fn checked(generation: &Owned) -> Result<Current, Error> {
 /// Returns true if the policy keeps the parameter in a file, and `value` is not yet there.
 fn is_unwritten(from: &Owned, value: &Shown) -> bool {
     let is_in_file = from.unit.slots[from.slot].folder.is_some();
-    is_in_file && !seal::is_same_memory(&from.plain(from.slot), &value.flat())
+    is_in_file && !seal::is_same_memory(&from.raw(from.slot), &value.flat())
 }
 
 /// Returns `value` with its elements in a file, if the policy keeps the parameter there.
@@ -280,8 +295,7 @@ impl Module for ShardedParam {
         // The shard is visited under the path of the parameter that it represents, so groups by path still work.
         visitor.exit_module(NAME, CONTAINER);
         if !is_seen {
-            let path = &self.generation.unit.slots[slot].path;
-            Self::shown(&self.value, &self.identity, path).visit(visitor);
+            self.shown().visit(visitor);
         }
         if let Some(adapter) = &self.adapter {
             visitor.enter_module(LoraAdapter::NAME, ADAPTER);

@@ -157,8 +157,10 @@ impl TiedParam {
             return self;
         };
         let (_, values) = self.values().unwrap_or_else(|error| throw(error));
-        let held = values.plain(self.tie.slot);
-        if held.into_data() != loaded.into_data() {
+        let loaded = values.unit.held_form(self.tie.slot, loaded);
+        let loaded = loaded.unwrap_or_else(|error| throw(error)).into_data();
+        let held = values.raw(self.tie.slot).into_data();
+        if (held.dtype(), held.as_bytes()) != (loaded.dtype(), loaded.as_bytes()) {
             throw(self.tie.refused(RECORDED_TWICE));
         }
         self

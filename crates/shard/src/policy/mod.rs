@@ -1,5 +1,6 @@
 //! The sharding policy: how a module is divided into units and shards, and how these are gathered and reduced.
 
+mod base;
 mod hooks;
 
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 use crate::Precision;
 use crate::adapter::Method;
 use crate::audit::Audit;
+use crate::base_bits::BaseBits;
 use crate::divide_factors::DivideFactors;
 use crate::hooks::Hooks;
 
@@ -53,6 +55,7 @@ pub struct ShardPolicy {
     pub(crate) offload: Option<Device>,
     pub(crate) files: Option<Files>,
     pub(crate) adapters: Vec<AdapterGroup>,
+    pub(crate) base_bits: Option<BaseBits>,
     /// The modules whose regions are recomputed; `None` for all.
     pub(crate) recomputed: Option<Vec<Pattern>>,
     pub(crate) audit: Audit,
@@ -116,6 +119,7 @@ impl ShardPolicy {
             offload: None,
             files: None,
             adapters: Vec::new(),
+            base_bits: None,
             recomputed: None,
             audit: Audit::default(),
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{
     At, ElementType, Fingerprint, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
 };
@@ -13,7 +13,7 @@ use crate::convert::cast;
 use crate::copies::{Full, Gather, Generation, Piece, UnitState};
 use crate::error::Error;
 use crate::hooks::{GatherHook, ParameterShard, PendingTensors, UnitGather};
-use crate::packing::Packing;
+use crate::packing::Packed;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
 use crate::seal;
@@ -66,8 +66,8 @@ impl Root {
         } = sources(generation, operation)?;
         let into = unit.gathered_slots().map(|index| {
             let slot = &unit.slots[index];
-            match (are_pieces, slot.packing) {
-                (false, Some(packing)) => self.pool.take(packing.len()),
+            match (are_pieces, &slot.packed) {
+                (false, Some(packed)) => self.pool.take(packed.len()),
                 _ => self.pool.take(slot.unsharded_bytes()),
             }
         });
@@ -138,13 +138,13 @@ impl Root {
                 }
                 Gather::Own => {
                     for slot in unit.gathered_slots() {
-                        full.tensors[slot] = Some(match &unit.slots[slot].packing {
+                        full.tensors[slot] = Some(match &unit.slots[slot].packed {
                             None => generation.held_there(slot),
                             // The shard is rounded, as it would be with several ranks.
-                            Some(packing) => {
-                                let record = packed(generation, packing, slot)?;
+                            Some(packed) => {
+                                let record = record(generation, packed, slot)?;
                                 let (tensor, mark) =
-                                    self.unpacked(generation, slot, packing, &record);
+                                    self.unpacked(generation, slot, packed, record.as_bytes());
                                 marks.push(mark);
                                 tensor
                             }
@@ -157,10 +157,10 @@ impl Root {
             let mut seals = received.seals.into_iter();
             for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
                 let seal = seals.next();
-                let packing = unit.slots[slot].packing.as_ref();
+                let packed = unit.slots[slot].packed.as_ref().filter(|_| are_packed);
                 let device = generation.device(slot).without_autodiff();
-                let (mut tensor, mark) = match packing.filter(|_| are_packed) {
-                    Some(packing) => self.unpacked(generation, slot, packing, buffer.as_ref()),
+                let (mut tensor, mark) = match packed {
+                    Some(packed) => self.unpacked(generation, slot, packed, buffer.as_ref()),
                     None => {
                         let (marked, mark) = Marked::new(buffer);
                         let dtype = unit.slots[slot].elements.compute.dtype;
@@ -168,7 +168,7 @@ impl Root {
                     }
                 };
                 marks.push(mark);
-                full.seals[slot] = match packing.filter(|_| are_packed) {
+                full.seals[slot] = match packed {
                     Some(_) => seal::seal(&unit.groups.shard, &tensor),
                     None => seal.filter(|_| is_host(&device)),
                 };
@@ -246,27 +246,19 @@ impl Root {
         (tensors::tensor(marked, dtype, &device), Some(mark))
     }
 
-    /// Returns the full parameter of a slot, unpacked from the 8-bit shards, and the mark of its buffer.
+    /// Returns the full parameter of a slot, unpacked from the shards in fewer bits, and the mark of its buffer.
     fn unpacked(
         &self,
         generation: &Generation,
         slot: usize,
-        packing: &Packing,
+        packed: &Packed,
         records: &[u8],
     ) -> (Tensor<1>, Mark) {
         let (unit, device) = (&generation.unit, generation.device(slot).without_autodiff());
         let slot = &unit.slots[slot];
-        let len = slot.partition.num_elements();
         let dtype = slot.elements.compute.dtype;
         let mut buffer = self.pool.take(slot.unsharded_bytes());
-        if dtype == DType::F32 {
-            packing.unpack(records, buffer.as_mut());
-        } else {
-            let mut wide = vec![0; len * DType::F32.size()];
-            packing.unpack(records, &mut wide);
-            let elements = TensorData::from_bytes_vec(wide, [len], DType::F32).convert_dtype(dtype);
-            buffer.as_mut().copy_from_slice(elements.as_bytes());
-        }
+        packed.unpack(records, dtype, buffer.as_mut());
         let (marked, mark) = Marked::new(buffer);
         (unit.staging.tensor(marked, dtype, &device), mark)
     }
@@ -418,10 +410,10 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
         generation.expect_held(index)?;
         generation.flip_if_told(index);
         let slot = &unit.slots[index];
-        if let Some(packing) = &slot.packing {
+        if let Some(packed) = &slot.packed {
             return Ok(Part {
-                source: Source::new(packed(generation, packing, index)?),
-                partition: packing.bytes,
+                source: record(generation, packed, index)?,
+                partition: packed.bytes(),
                 element: ElementType::U8,
             });
         }
@@ -441,10 +433,17 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
     parts.collect()
 }
 
-/// Returns this rank's shard of the parameter in slot `index`, in 8 bits.
-fn packed(generation: &Generation, packing: &Packing, index: usize) -> Result<Vec<u8>, Error> {
+/// Returns this rank's shard of the parameter in slot `index`, in fewer bits.
+fn record(generation: &Generation, packed: &Packed, index: usize) -> Result<Source, Error> {
     generation.check(index)?;
-    let held = cast(generation.plain(index), DType::F32);
-    let held = generation.unit.staging.source(held, None);
-    Ok(packing.packed(held.as_bytes(), generation.holders_group().rank()))
+    let held = generation.raw(index);
+    let staging = &generation.unit.staging;
+    match packed {
+        Packed::Held(_) => Ok(staging.source(held, None)),
+        Packed::Sent(packing) => {
+            let held = staging.source(cast(held, DType::F32), None);
+            let rank = generation.holders_group().rank();
+            Ok(Source::new(packing.packed(held.as_bytes(), rank)))
+        }
+    }
 }

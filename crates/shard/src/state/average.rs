@@ -1,13 +1,13 @@
 //! Moving averages of a sharded module, computed only from shards.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_tensors::{self as tensors, is_half};
 
 use crate::error::Error;
-use crate::inspect;
+use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
 
@@ -16,6 +16,8 @@ use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state}
 /// `average` must originally be a clone of the sharded `model`. It can be evaluated, recorded and saved, and needs the
 /// memory of one more shard of each parameter. Each rank computes with its own shards, so nothing is gathered. A
 /// hand-written mapper over the module's tensors would see stand-ins instead of the parameters.
+///
+/// A frozen base in [fewer bits](crate::ShardPolicy::base_in) that is the same in both stays unchanged.
 ///
 /// Parameters that no unit manages and running states are also averaged; integers and booleans are copied from the
 /// model. A clone shares its running states with the model, so they stay the model's. For averages of these, shard a
@@ -67,6 +69,7 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         .into_iter()
         .filter_map(|(path, member)| Some((path, member.generation.exact(member.index)?)))
         .collect();
+    let same = unchanged_bases(&average, model);
     // A policy may have cast running states, whose local state is in the original type.
     let mut held = Types::default();
     inspect::visit(&average, &mut held);
@@ -75,6 +78,9 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         let new = of_model.remove(&tensor.path);
         let new = new.filter(|new| is_alike(tensor, new));
         let new = new.ok_or_else(|| differing(&tensor.path))?;
+        if same.contains(&tensor.path) {
+            return Ok(None);
+        }
         if !tensor.dtype.is_float() {
             return Ok(Some(new.elements.as_bytes().to_vec()));
         }
@@ -104,6 +110,24 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         }
     }
     Ok(average)
+}
+
+/// Returns the paths of frozen bases in fewer bits that are the same in both modules. Their average would be rounded.
+fn unchanged_bases<M: Module>(average: &M, model: &M) -> HashSet<String> {
+    let of_model: HashMap<_, _> = inspect::places(model).into_iter().collect();
+    let places = inspect::places(average).into_iter();
+    let same = places.filter(|(path, member)| {
+        let is_held = member.slot().quantized().is_some();
+        let is_same = |other: &Member| {
+            let held = |member: &Member| {
+                let held = member.generation.raw(member.index);
+                tensors::source(held, None)
+            };
+            held(member).as_bytes() == held(other).as_bytes()
+        };
+        is_held && of_model.get(path).is_some_and(is_same)
+    });
+    same.map(|(path, _)| path).collect()
 }
 
 /// A visitor that collects the types of float tensors, by path.

@@ -393,7 +393,15 @@ pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let value = member.generation.value(member.index).inner();
     let generation = &member.generation;
     let named = || Label::from(generation.named(member.index));
-    let source = tensors::source(value, None).sealed(generation.seal(member.index), named);
+    let seal = match slot.quantized() {
+        None => generation.seal(member.index),
+        // The seal is that of the held bytes, not of the unpacked elements.
+        Some(_) => {
+            generation.check(member.index)?;
+            None
+        }
+    };
+    let source = tensors::source(value, None).sealed(seal, named);
     let part = slot.part(source, slot.elements.stored);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],

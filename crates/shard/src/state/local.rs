@@ -17,6 +17,7 @@ use crate::parameter::mailbox;
 use crate::path::{self, Location};
 use crate::slot::MAX_DIMS;
 use crate::state::tensors::{Held, all};
+use crate::state::unpacked;
 use crate::thrown::catch;
 
 /// A tensor of a module, and this rank's part of it.
@@ -36,7 +37,8 @@ pub struct LocalTensor {
     /// For a factor of a [LoRA adapter](crate::ShardPolicy::lora): the scale of the factors' product, alpha / rank.
     pub adapter_scale: Option<f64>,
     /// The elements that this rank holds, in row-major order and native byte order. On the CPU backend they are read in
-    /// place. Later changes to the module do not affect them.
+    /// place, except those of a [base in fewer bits](crate::ShardPolicy::base_in), which are unpacked when their bytes
+    /// are first read. Later changes to the module do not affect them.
     pub elements: Source,
 }
 
@@ -76,7 +78,11 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
         member.generation.check(member.index)?;
     }
     let tensors = all(module, &root).into_iter().map(|tensor| {
-        let source = |flat| tensors::source(flat, None);
+        let whole_or_own = if managed.contains_key(&tensor.path) {
+            LocalPart::Whole
+        } else {
+            LocalPart::Own
+        };
         let key = managed.get(&tensor.path).map(Member::key);
         let others = tied.iter().filter(|(_, other)| Some(other.key()) == key);
         let mut adapter_scale = None;
@@ -93,16 +99,10 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
                 } else {
                     LocalPart::Whole
                 };
-                (part, source(member.generation.value(member.index).inner()))
+                (part, unpacked::source(&member.generation, member.index))
             }
-            Held::Here(flat) => {
-                if managed.contains_key(&tensor.path) {
-                    (LocalPart::Whole, source(*flat))
-                } else {
-                    (LocalPart::Own, source(*flat))
-                }
-            }
-            Held::Read(elements) => (LocalPart::Own, elements),
+            Held::Here(flat) => (whole_or_own, tensors::source(*flat, None)),
+            Held::Read(elements) => (whole_or_own, elements),
         };
         LocalTensor {
             tied: others.map(|(path, _)| path.clone()).collect(),
@@ -177,7 +177,10 @@ pub fn load_local_state<M: Module, E: From<Error>>(
             }));
         }
         let (shape, dtype) = (tensor.held_shape(), tensor.dtype);
-        let in_file = members.get(&tensor.path).map(|member| {
+        let mut holder = members.get(&tensor.path).into_iter();
+        // A base in fewer bits is packed before it is written.
+        let holder = holder.find(|member| member.slot().quantized().is_none());
+        let in_file = holder.map(|member| {
             let unit = &member.generation.unit;
             unit.mapped(member.index, files::SHARD, &bytes)
         });

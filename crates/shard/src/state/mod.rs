@@ -1,6 +1,6 @@
 //! Reads, saves and changes the tensors of a sharded module between steps, whole or in this rank's parts.
 //!
-//! - `tensors`: the tensors, and where their elements are. `full`: whole parameters, all at once or one by one. `local`:
+//! - `tensors`: the tensors, and where their elements are. `unpacked`: the elements of a base in fewer bits. `full`: whole parameters, all at once or one by one. `local`:
 //!   this rank's parts, as bytes.
 //! - `record`: Burn's records; `recorded`: a record tensor by tensor. `buffers`: running states. `stand_ins`: the
 //!   stand-ins in the fields.
@@ -15,3 +15,4 @@ pub(crate) mod record;
 pub(crate) mod recorded;
 pub(crate) mod stand_ins;
 pub(crate) mod tensors;
+mod unpacked;

@@ -10,6 +10,7 @@ use burn_fsdp_tensors as tensors;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::root::{Known, Root};
+use crate::state::unpacked;
 
 /// A tensor of a module, and where its elements are.
 pub(crate) struct StateTensor {
@@ -25,7 +26,7 @@ pub(crate) enum Held {
     Sharded(Box<Member>),
     /// Float elements on this rank, flat.
     Here(Box<Tensor<1>>),
-    /// Integers or booleans on this rank.
+    /// Integers or booleans on this rank, or elements that are unpacked when they are read.
     Read(Source),
 }
 
@@ -60,6 +61,8 @@ impl path::Visitor for All<'_> {
                     dtype: slot.elements.stored.dtype,
                     held: if slot.is_gathered() {
                         Held::Sharded(Box::new(member))
+                    } else if slot.quantized().is_some() {
+                        Held::Read(unpacked::source(&member.generation, member.index))
                     } else {
                         Held::Here(Box::new(member.generation.value(member.index).inner()))
                     },

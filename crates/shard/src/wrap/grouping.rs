@@ -8,10 +8,11 @@ use burn::tensor::DType;
 use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
 use burn_fsdp_tensors as tensors;
 
-use super::factors;
+use super::{base, factors};
 use crate::error::Error;
 use crate::offload::Offload;
-use crate::packing::Packing;
+use crate::base_bits::BaseBits;
+use crate::packing::{Packed, Packing};
 use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
 use crate::spec::{Groups, UnitSpec};
@@ -223,9 +224,15 @@ impl Grouping {
         let num_shards = groups.shard.size();
         let owners = self.owners(num_shards, policy)?;
         let units = self.by_unit.iter().map(|(path, members)| {
+            let adapted = base::adapted(members);
             let slots: Result<Vec<_>, _> = members
                 .iter()
-                .map(|found| slot(found, num_shards, owners.get(&found.path), policy))
+                .map(|found| {
+                    let bits = policy.base_bits;
+                    let bits = bits.filter(|_| adapted.contains(found.path.as_str()));
+                    let owner = owners.get(&found.path);
+                    slot(found, (num_shards, owner), bits, policy)
+                })
                 .collect();
             let keep = match policy.strategy {
                 Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
@@ -310,10 +317,11 @@ fn expect_types(found: &Found, compute: DType, reduce: DType) -> Result<(), Erro
     }
 }
 
+/// Returns the slot of a parameter; `bits` are those of an adapter's base in fewer bits.
 fn slot(
     found: &Found,
-    num_shards: usize,
-    owner: Option<&usize>,
+    (num_shards, owner): (usize, Option<&usize>),
+    bits: Option<BaseBits>,
     policy: &ShardPolicy,
 ) -> Result<Slot, Error> {
     let num_elements = found.num_elements();
@@ -331,7 +339,7 @@ fn slot(
     let holding = holding(found, policy);
     let mut cuts = policy.cuts.iter().rev();
     let of_pattern = cuts.find(|(pattern, _)| pattern.prefix_of(&found.path).is_some());
-    let cut = of_pattern.map_or(policy.cut, |(_, cut)| *cut);
+    let cut = base::cut(of_pattern.map_or(policy.cut, |(_, cut)| *cut), bits);
     let partition = match (holding, cut) {
         (Holding::Shard, Cut::Elements) => Partition::flat(num_elements, num_shards)?,
         (Holding::Shard, Cut::Dims) => Partition::rows(&found.shape, num_shards)?,
@@ -344,6 +352,13 @@ fn slot(
         Some(&owner) => Partition::one_owner(num_elements, num_shards, owner)?,
         None => partition,
     };
+    let packed = match (bits, holding) {
+        (Some(bits), _) => Some(Packed::Held(base::form(bits, found, partition)?)),
+        (None, Holding::Shard) if policy.gathers_in_8_bits => {
+            Some(Packed::Sent(Packing::new(partition)?))
+        }
+        (None, _) => None,
+    };
     Ok(Slot {
         path: found.path.clone(),
         shape: found.shape.clone(),
@@ -354,10 +369,7 @@ fn slot(
         },
         partition,
         holding,
-        packing: match holding {
-            Holding::Shard if policy.gathers_in_8_bits => Some(Packing::new(partition)?),
-            _ => None,
-        },
+        packed,
         adapter: None,
         unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
         folder: folder(found, holding, policy),

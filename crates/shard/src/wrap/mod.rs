@@ -1,6 +1,7 @@
 //! `fully_shard` and `replicate`: from a plain module to a sharded one.
 //!
 //! - `factors`: the parameters of adapters that are attached while sharding. `magnitudes`: the initial values of some.
+//!   `base`: the adapted matrices in fewer bits.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
 //!   parameter.
 //! - `placed`: units with their paths in the module, including those of earlier calls.
@@ -9,6 +10,7 @@
 //! - `ties`: fields that share a parameter.
 //! - `own_states`: running states that ranks must not share.
 
+mod base;
 mod factors;
 mod grouping;
 mod initial;
@@ -159,6 +161,7 @@ fn wrap<M: Module>(
     read: Option<Read<'_>>,
 ) -> Result<M, Error> {
     expect_one_gather(policy)?;
+    base::expect_adapters(policy)?;
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
     let (module, cast) = match policy.buffers {
@@ -210,7 +213,11 @@ fn wrap<M: Module>(
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, factors);
     let sharder = sharder.reading(read).tying(ties);
+    let not_finite = sharder.not_finite();
     let module = catch(|| module.apply_reparameterization(sharder))?;
+    if policy.base_bits.is_some() {
+        not_finite.agree(&root.group)?;
+    }
     for earlier in &adopted {
         earlier.copies.unit.demote(&earlier.prefix);
     }

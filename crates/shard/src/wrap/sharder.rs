@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 
+use super::base::NotFinite;
 use super::initial;
 use super::magnitudes;
 use super::placed::Placed;
@@ -46,6 +47,7 @@ pub(super) struct Sharder<'a> {
     ties: Ties,
     /// The parameters that later fields may share, by path.
     firsts: HashMap<String, First>,
+    not_finite: NotFinite,
 }
 
 /// A sharded parameter, which later fields may share.
@@ -86,6 +88,7 @@ impl<'a> Sharder<'a> {
             read: None,
             ties: Ties::default(),
             firsts: HashMap::new(),
+            not_finite: NotFinite::default(),
         };
         (sharder, made)
     }
@@ -96,6 +99,11 @@ impl<'a> Sharder<'a> {
 
     pub(super) fn tying(self, ties: Ties) -> Self {
         Self { ties, ..self }
+    }
+
+    /// Returns the note of a base that cannot be quantized.
+    pub(super) fn not_finite(&self) -> NotFinite {
+        self.not_finite.clone()
     }
 
     /// Returns this rank's value of a parameter: the first value that is read for any of its fields, or rank 0's.
@@ -185,11 +193,19 @@ impl Reparameterizer for Sharder<'_> {
         let value = value.unwrap_or_else(|error| throw(error));
         let adapter = unit.slots[index].adapter.as_ref();
         let norms = adapter.filter(|adapter| adapter.magnitude.is_some());
-        let norms = norms.map(|adapter| magnitudes::norms(&unit, index, adapter.columns, &value));
+        let value = self.not_finite.held(&unit, index, value);
+        let norms = norms.map(|adapter| {
+            let elements = unit.elements_of(index, value.clone());
+            magnitudes::norms(&unit, index, adapter.columns, &elements)
+        });
         let norms = norms.transpose().unwrap_or_else(|error| throw(error));
         let value = unit.in_file(index, files::SHARD, value);
         let value = value.unwrap_or_else(|error| throw(error.into()));
-        let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
+        let slot = &unit.slots[index];
+        let shape = match slot.quantized() {
+            None => slot.shown_shape(unit.groups.shard.rank()),
+            Some(_) => value.dims().to_vec(),
+        };
         let is_frozen = !self.factors.is_empty() && !self.factors.contains_key(path);
         let shown = Shown::new(id, value, &shape, is_trainable && !is_frozen);
         let adapter = adapter.map(|_| sharded_factors(self, path, norms));

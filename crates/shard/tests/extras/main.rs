@@ -17,6 +17,7 @@ mod activations;
 mod agreement;
 mod auto;
 mod average;
+mod base_bits;
 mod buffer_types;
 mod buffers;
 mod called;
