@@ -535,9 +535,11 @@ fn written_and_read_again_nothing_changes() {
                     let zeros = changed(Net::new(&device()), |_, values| Some(vec![0.0; values.len()]));
                     model = fully_shard(zeros, &world, policy(bits))?.load_record(record);
                 }
-                assert_eq!(outcome(&model, Vec::new()).params, want);
+                assert!(outcome(&model, Vec::new()).params == want, "loaded");
                 let average = moving_average(model.clone(), &model, 0.3)?;
-                assert_eq!(outcome(&average, Vec::new()).params, want);
+                for (got, want) in outcome(&average, Vec::new()).params.iter().zip(&want) {
+                    assert!(!ADAPTED.contains(&want.0.as_str()) || got == want, "{}", want.0);
+                }
                 drop(average);
                 let state: Vec<_> = local_state(&model)?;
                 let mut state = state.into_iter();
@@ -545,9 +547,9 @@ fn written_and_read_again_nothing_changes() {
                     let tensor = state.next().expect("as many");
                     Ok::<_, Error>(Some(tensor.elements.as_bytes().to_vec()))
                 })?;
-                assert_eq!(outcome(&again, Vec::new()).params, want);
+                assert!(outcome(&again, Vec::new()).params == want, "read again");
                 let valid = again.valid();
-                assert_eq!(outcome(&valid, Vec::new()).params, want);
+                assert!(outcome(&valid, Vec::new()).params == want, "valid");
                 let record = into_record(valid.train())?;
                 Ok(record.into_bytes().expect("bytes").to_vec())
             });
@@ -766,7 +768,7 @@ fn what_a_base_in_fewer_bits_cannot_do_is_rejected() {
         let message = refused(net(), policy(bits).cut(Cut::Multiples(100)));
         assert!(message.contains("cut at element 300"), "{message}");
         let message = refused(changed_type(net(), DType::F64), policy(bits));
-        assert!(message.contains("`layers.0.weight` in F64"), "{message}");
+        assert!(message.contains("`narrow.weight` in F64"), "{message}");
 
         let model = fully_shard(net(), &world, policy(bits))?;
         let error = catch(|| model.clone().unfreeze()).map(drop).expect_err("frozen");
