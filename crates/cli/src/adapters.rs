@@ -51,7 +51,7 @@ impl TrainedAdapters {
         if let Some(path) = &args.adapter {
             let folder = PeftFolder::read(path, model, Use::Training)?;
             return Ok(Some(Self {
-                sizes: folder.sizes,
+                sizes: folder.sizes.on_base(args.base_bits),
                 factors: Some(folder.factors),
             }));
         }
@@ -133,12 +133,9 @@ fn sizes_of_args(
             }
         }
     }
-    Ok(AdapterSizes::new(
-        MatrixSizes { rank, alpha },
-        kind_of(args),
-        sizes,
-        &all,
-    ))
+    let usual = MatrixSizes { rank, alpha };
+    let sizes = AdapterSizes::new(usual, kind_of(args), sizes, &all);
+    Ok(sizes.on_base(args.base_bits))
 }
 
 fn kind_of(args: &LoraArgs) -> (Scaling, Method) {
@@ -228,6 +225,7 @@ impl Adapters {
         for spec in weights.config().parameters() {
             let elements = 0..spec.shape.iter().product();
             let values = weights.read(&spec.path, elements.clone())?;
+            let values = sizes.as_trained_on::<A>(&spec, values);
             let bytes: Vec<u8> = values.into_iter().flat_map(f32::to_ne_bytes).collect();
             sum = sum.wrapping_add(checksum_of(&spec.path, elements, &bytes));
         }
@@ -295,8 +293,12 @@ fn described(sizes: Option<&AdapterSizes>) -> String {
         Method::Lora => "",
         Method::Dora => " --dora",
     };
+    let base = sizes
+        .base_bits()
+        .map(|bits| format!(" --base-bits {}", bits.number()));
+    let base = base.unwrap_or_default();
     let AdapterSizes { rank, alpha, .. } = sizes;
-    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}{method}")
+    format!("adapters of --lora {rank} --lora-alpha {alpha}{scaling}{method}{base}")
 }
 
 /// Returns a checksum of the frozen weights of a sharded model. It does not depend on the sharding, because each

@@ -5,6 +5,7 @@ use std::path::Path;
 use burn::tensor::TensorData;
 use burn_fsdp::internals::compile::ShardSpec;
 use burn_fsdp::internals::mesh::Region;
+use burn_fsdp::internals::sharding::InitialPart;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
@@ -18,6 +19,22 @@ pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> 
         ModelConfig::Llama(sizes) => WeightsFile::open(path, sizes).map(|_| ()),
         ModelConfig::Gpt2(sizes) => WeightsFile::open(path, sizes).map(|_| ()),
     }
+}
+
+/// Reads this rank's part of a parameter that is being sharded. Returns `None` for an adapter's parameter that is not in
+/// `factors`, which starts from rank 0's value, or from the norms of the weights that adapters are trained on.
+pub(crate) fn read_initial<A: Architecture>(
+    weights: &WeightsFile<A>,
+    factors: Option<&Factors>,
+    part: &InitialPart<'_>,
+) -> Result<Option<Vec<u8>>, RankError> {
+    let range = part.range.clone();
+    let values = match (is_factor(part.path), factors) {
+        (false, _) => Some(weights.read(part.path, range)?),
+        (true, Some(factors)) => factors.part(part.path, range),
+        (true, None) => None,
+    };
+    Ok(values.map(|values| values.into_iter().flat_map(f32::to_ne_bytes).collect()))
 }
 
 /// Reads this rank's shards of a sharded model. The adapters' factors stay unchanged, unless `factors` has them.

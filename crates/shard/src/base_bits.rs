@@ -351,7 +351,10 @@ mod tests {
             BaseBits::Eight => (-127..=127_i8).map(|code| bits.level(code as u8)).collect(),
             BaseBits::Four => NF4.to_vec(),
         };
-        let mut values: Vec<_> = levels.iter().map(|level| super::value(*level, scale)).collect();
+        let mut values: Vec<_> = levels
+            .iter()
+            .map(|level| super::value(*level, scale))
+            .collect();
         round_to(&mut values, stored);
         values
     }
@@ -366,7 +369,10 @@ mod tests {
             let mut again = bits.rounded(&block);
             round_to(&mut again, stored);
             assert!(
-                again.iter().zip(&block).all(|(again, value)| again.to_bits() == value.to_bits()),
+                again
+                    .iter()
+                    .zip(&block)
+                    .all(|(again, value)| again.to_bits() == value.to_bits()),
                 "{bits:?}, {stored:?}, {scale:e}: {block:?} becomes {again:?}"
             );
         }
@@ -398,7 +404,9 @@ mod tests {
 
     #[test]
     fn the_error_is_at_most_half_of_the_gap_between_levels() {
-        let values: Vec<f32> = (0..640).map(|i| ((i * 193) % 641) as f32 / 100.0 - 3.0).collect();
+        let values: Vec<f32> = (0..640)
+            .map(|i| ((i * 193) % 641) as f32 / 100.0 - 3.0)
+            .collect();
         for (bits, bound) in [(BaseBits::Eight, 0.5 / 127.0), (BaseBits::Four, 0.152)] {
             for (block, got) in values.chunks(64).zip(bits.rounded(&values).chunks(64)) {
                 let largest = block.iter().map(|value| value.abs()).fold(0.0, f32::max);

@@ -205,7 +205,9 @@ fn lazy<const D: usize>(
     let of = shape.clone();
     let make = move |device: &Device, is_trained: bool| {
         let flat = device::tracked(plain(elements()), device);
-        shaped(flat, of).to_device(device).set_require_grad(is_trained)
+        shaped(flat, of)
+            .to_device(device)
+            .set_require_grad(is_trained)
     };
     Param::uninitialized(id, make, device.clone(), false, shape)
 }

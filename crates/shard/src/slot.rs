@@ -9,8 +9,8 @@ use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
 use burn_fsdp_mesh::Partition;
 
 use crate::adapter::Adapter;
-use crate::layer::Layer;
 use crate::base_bits::Quantized;
+use crate::layer::Layer;
 use crate::packing::Packed;
 
 /// The part of a parameter that a rank holds between steps, and how its gradient is reduced.

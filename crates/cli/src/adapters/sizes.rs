@@ -5,8 +5,11 @@ use std::collections::BTreeMap;
 use burn::module::{Lora, Module, ParamGroup};
 use burn_fsdp::ShardPolicy;
 use burn_fsdp::internals::compile::{LazyDora, LazyLora};
+use burn_fsdp::internals::sharding::BaseBits;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, ParameterSpec};
 use serde::{Deserialize, Serialize};
+
+use crate::args::BaseBitsArg;
 
 /// The matrices that adapters adapt, with ranks and alphas.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -19,6 +22,9 @@ pub(crate) struct AdapterSizes {
     pub(crate) scaling: Scaling,
     #[serde(default, skip_serializing_if = "Method::is_usual")]
     pub(crate) method: Method,
+    /// The bits of the adapted matrices, if they do not keep their type.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base_bits: Option<BaseBitsArg>,
     /// The adapted matrices by path; `None` for all matrices of the blocks, with the rank and alpha above.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     matrices: Option<BTreeMap<String, MatrixSizes>>,
@@ -88,7 +94,32 @@ impl AdapterSizes {
             alpha: usual.alpha,
             scaling,
             method,
+            base_bits: None,
             matrices: (!are_usual).then_some(matrices),
+        }
+    }
+
+    /// Returns the same adapters on matrices in these bits.
+    pub(crate) fn on_base(self, base_bits: Option<BaseBitsArg>) -> Self {
+        Self { base_bits, ..self }
+    }
+
+    /// Returns the bits of the adapted matrices, if they do not keep their type.
+    pub(crate) fn base_bits(&self) -> Option<BaseBitsArg> {
+        self.base_bits
+    }
+
+    /// Returns the values of a parameter of the model, from a file, as the adapters are trained on them. `values` are
+    /// all of its elements.
+    pub(crate) fn as_trained_on<A: Architecture>(
+        &self,
+        spec: &ParameterSpec,
+        values: Vec<f32>,
+    ) -> Vec<f32> {
+        let is_adapted = is_adaptable::<A>(spec) && self.of(&spec.path).is_some();
+        match self.base_bits.filter(|_| is_adapted) {
+            Some(bits) => BaseBits::from(bits).rounded(&values),
+            None => values,
         }
     }
 
@@ -163,7 +194,11 @@ impl AdapterSizes {
             Method::Lora => ShardPolicy::lora,
             Method::Dora => ShardPolicy::dora,
         };
-        self.lora(model).into_iter().fold(policy, attach)
+        let policy = self.lora(model).into_iter().fold(policy, attach);
+        match self.base_bits {
+            Some(bits) => policy.base_in(bits.into()),
+            None => policy,
+        }
     }
 
     /// Returns a lazy model with the adapters. It stays lazy.
@@ -200,11 +235,14 @@ impl AdapterSizes {
 
 /// Returns the matrices in the blocks of a model, which adapters can adapt.
 pub(crate) fn matrices<A: Architecture>(model: A) -> Vec<ParameterSpec> {
-    let blocks = A::BLOCKS.trim_end_matches('*');
-    let is_adaptable =
-        |spec: &ParameterSpec| spec.path.starts_with(blocks) && spec.shape.len() == 2;
     let table = model.parameters().into_iter();
-    table.filter(is_adaptable).collect()
+    table.filter(is_adaptable::<A>).collect()
+}
+
+/// Returns true for a matrix in a block.
+fn is_adaptable<A: Architecture>(spec: &ParameterSpec) -> bool {
+    let blocks = A::BLOCKS.trim_end_matches('*');
+    spec.path.starts_with(blocks) && spec.shape.len() == 2
 }
 
 /// Returns the matrices in the blocks of a model, after checking its sizes.

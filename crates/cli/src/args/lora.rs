@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::Args;
+use burn_fsdp::internals::sharding::BaseBits;
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
 
 use super::headings::FINE_TUNING;
 
@@ -14,7 +16,7 @@ pub(crate) struct LoraArgs {
     ///
     /// Adapts all matrices of the blocks, or those of --lora-targets. Saved steps contain only the adapters; pass the
     /// same --init to resume. Conflicts with --save-init, --no-decay and --optimizer muon.
-    #[arg(long, value_name = "RANK", requires = "init")]
+    #[arg(long, value_name = "RANK", requires = "init", group = "adapted")]
     pub(crate) lora: Option<usize>,
     /// LoRA alpha: adapters are scaled by alpha / rank [default: twice the rank]
     #[arg(
@@ -56,6 +58,18 @@ pub(crate) struct LoraArgs {
     /// Also train a magnitude for each output of an adapted matrix (DoRA)
     #[arg(long, requires = "lora", hide_short_help = true)]
     pub(crate) dora: bool,
+    /// Hold and send the frozen matrices that have adapters in 8 or 4 bits (QLoRA)
+    ///
+    /// Each block of 64 elements has a 32-bit scale, so 4 bits (NF4) take 4.5 bits per element, and 8 bits take 8.5. The
+    /// adapters are trained on the rounded weights, which `generate` and `consolidate --merge` also use. Not supported
+    /// with --compile.
+    #[arg(
+        long,
+        value_name = "BITS",
+        requires = "adapted",
+        hide_short_help = true
+    )]
+    pub(crate) base_bits: Option<BaseBitsArg>,
     /// Freeze the weights of --init, and continue training the adapters of this peft folder
     ///
     /// adapter_config.json specifies the matrices, ranks and alphas. The rest as for --lora. To resume, pass the same
@@ -65,6 +79,7 @@ pub(crate) struct LoraArgs {
         value_name = "FOLDER",
         requires = "init",
         conflicts_with = "lora",
+        group = "adapted",
         hide_short_help = true
     )]
     pub(crate) adapter: Option<PathBuf>,
@@ -77,6 +92,38 @@ impl LoraArgs {
             (Some(_), _) => Some("--lora"),
             (None, Some(_)) => Some("--adapter"),
             (None, None) => None,
+        }
+    }
+}
+
+/// The bits of frozen matrices with adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub(crate) enum BaseBitsArg {
+    /// 255 evenly spaced levels
+    #[value(name = "8")]
+    #[serde(rename = "8")]
+    Eight,
+    /// The 16 levels of NF4
+    #[value(name = "4")]
+    #[serde(rename = "4")]
+    Four,
+}
+
+impl BaseBitsArg {
+    /// Returns the value of the flag.
+    pub(crate) fn number(self) -> usize {
+        match self {
+            Self::Eight => 8,
+            Self::Four => 4,
+        }
+    }
+}
+
+impl From<BaseBitsArg> for BaseBits {
+    fn from(bits: BaseBitsArg) -> Self {
+        match bits {
+            BaseBitsArg::Eight => Self::Eight,
+            BaseBitsArg::Four => Self::Four,
         }
     }
 }

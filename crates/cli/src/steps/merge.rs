@@ -161,6 +161,7 @@ impl Product {
     ) -> Result<TensorData, ModelError> {
         let shape = spec.module_shape();
         let values = weights.read(&spec.path, 0..shape.iter().product())?;
+        let values = self.sizes.as_trained_on::<A>(spec, values);
         let values = TensorData::new(values, shape);
         let Some(scale) = self.sizes.scale_of(&spec.path) else {
             return Ok(values);

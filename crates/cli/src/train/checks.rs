@@ -21,6 +21,11 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "all their tensors are on the device",
         ),
         (
+            args.model.lora.base_bits.is_some(),
+            "--base-bits",
+            "their frozen weights have the type in which they compute",
+        ),
+        (
             training.no_sync,
             "--no-sync",
             "they accumulate gradients in shards, never as a whole",
@@ -115,7 +120,12 @@ pub(super) fn check_memory(
         (None, None) => 2 * params as u128 + optimizer.num_values() as u128,
     };
     let (batch, seq) = (args.training.batch as u128, args.model.seq as u128);
-    let state = 4 * values * copies * own / number;
+    // Adapted matrices may be almost all of the model.
+    let bytes = match args.model.lora.base_bits {
+        None => 4 * values,
+        Some(bits) => values * bits.number() as u128 / 8,
+    };
+    let state = bytes * copies * own / number;
     let logits = 8 * batch * seq * (model.vocab() as u128) * own / number;
     // A rank has a thread and an entry for each other rank. Each of its parameters is an object, even with few
     // elements.

@@ -3,8 +3,9 @@
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp::inspect::auto_units;
+use burn_fsdp::internals::sharding::fully_shard_from;
 use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, fully_shard};
-use burn_fsdp_models::{Architecture, ModelConfig, ModelError, write_initial_weights};
+use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile, write_initial_weights};
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
@@ -46,15 +47,21 @@ pub(crate) fn sharded<A: Architecture>(
         // Only rank 0 draws the initial factors, with Burn's generator.
         device.seed(config.seed);
     }
-    let model = match &config.init {
-        None => sizes.init(&device, config.seed)?,
-        Some(_) => sizes.blank(&device)?,
+    let Some(path) = &config.init else {
+        return shard(sizes, config, mesh, sizes.init(&device, config.seed)?);
     };
-    let model = shard(sizes, config, mesh, model)?;
-    match &config.init {
-        None => Ok(model),
-        Some(path) => weights::read_shards(sizes, path, config.factors(), model),
+    let blank = sizes.blank(&device)?;
+    let adapters = config.adapter_sizes();
+    if adapters.is_some_and(|sizes| sizes.base_bits().is_some()) {
+        // Each shard is quantized before the next one is read.
+        let file = WeightsFile::open(path, sizes)?;
+        let policy = policy(sizes, config, &blank);
+        return fully_shard_from(blank, mesh, policy, |part| {
+            weights::read_initial(&file, config.factors(), part)
+        });
     }
+    let model = shard(sizes, config, mesh, blank)?;
+    weights::read_shards(sizes, path, config.factors(), model)
 }
 
 /// Shards a model as configured.
@@ -64,9 +71,15 @@ pub(crate) fn shard<A: Architecture>(
     mesh: &ProcessMesh,
     model: A::Model,
 ) -> Result<A::Model, RankError> {
+    let policy = policy(sizes, config, &model);
+    Ok(fully_shard(model, mesh, policy)?)
+}
+
+/// Returns the policy that shards a model as configured.
+fn policy<A: Architecture>(sizes: A, config: &TrainConfig, model: &A::Model) -> ShardPolicy {
     let sharding = &config.sharding;
     let mut policy = ShardPolicy::new()
-        .units(units::<A, _>(config, &model))
+        .units(units::<A, _>(config, model))
         .strategy(sharding.strategy)
         .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
@@ -78,10 +91,10 @@ pub(crate) fn shard<A: Architecture>(
     if sharding.replicas > 1 {
         policy = policy.replicate_axis("replicate");
     }
-    if let Some(adapters) = config.adapter_sizes() {
-        policy = adapters.attached_by(policy, sizes);
+    match config.adapter_sizes() {
+        Some(adapters) => adapters.attached_by(policy, sizes),
+        None => policy,
     }
-    Ok(fully_shard(model, mesh, policy)?)
 }
 
 /// Returns the path patterns of the modules that become units.

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod arguments;
+mod base_bits;
 mod checkpoints;
 mod choice;
 mod command;

@@ -18,11 +18,7 @@ pub(super) fn shown(generation: &Owned, held: &Shown) -> Shown {
 
 /// Passes the elements of `held` to `map`, and returns the result in the form in which it is held. Elements that `map`
 /// changes are rounded again.
-pub(super) fn mapped(
-    generation: &Owned,
-    held: Shown,
-    map: impl FnOnce(Shown) -> Shown,
-) -> Shown {
+pub(super) fn mapped(generation: &Owned, held: Shown, map: impl FnOnce(Shown) -> Shown) -> Shown {
     let (unit, slot) = (&generation.unit, generation.slot);
     let before = unit.elements_of(slot, held.flat());
     let shape = unit.slots[slot].shown_shape(unit.groups.shard.rank());

@@ -17,7 +17,9 @@ use crate::unit::Unit;
 
 /// Returns the paths of the matrices that the factors among `parameters` adapt.
 pub(super) fn adapted(parameters: &[Found]) -> HashSet<&str> {
-    let adapters = parameters.iter().filter_map(|found| found.factor_of.as_ref());
+    let adapters = parameters
+        .iter()
+        .filter_map(|found| found.factor_of.as_ref());
     adapters.map(|adapter| adapter.path.as_str()).collect()
 }
 

@@ -9,9 +9,9 @@ use burn_fsdp_mesh::{Partition, Pattern, balanced_owners};
 use burn_fsdp_tensors as tensors;
 
 use super::{base, factors};
+use crate::base_bits::BaseBits;
 use crate::error::Error;
 use crate::offload::Offload;
-use crate::base_bits::BaseBits;
 use crate::packing::{Packed, Packing};
 use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};

@@ -1,8 +1,6 @@
 //! A frozen base in 8 or 4 bits, compared with Burn's adapters on a base that plain Rust has rounded.
 
-use burn::module::{
-    Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup,
-};
+use burn::module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::gelu;
@@ -109,11 +107,15 @@ fn rounded(bits: BaseBits, values: &[f32]) -> Vec<f32> {
     };
     let mut all = Vec::new();
     for block in values.chunks(64) {
-        let largest = block.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+        let largest = block
+            .iter()
+            .fold(0.0, |most: f32, value| most.max(value.abs()));
         for value in block {
             let part = if largest == 0.0 { 0.0 } else { value / largest };
             let distance = |level: &f32| (f64::from(*level) - f64::from(part)).abs();
-            let nearest = levels.iter().min_by(|one, other| distance(one).total_cmp(&distance(other)));
+            let nearest = levels
+                .iter()
+                .min_by(|one, other| distance(one).total_cmp(&distance(other)));
             all.push(nearest.expect("levels") * largest);
         }
     }
@@ -348,7 +350,11 @@ fn values_do_not_depend_on_the_number_of_ranks() {
         for ranks in 2..=4 {
             for policy in [policy(bits), policy(bits).strategy(Strategy::NoShard)] {
                 let got = first(ranks, policy);
-                assert_eq!((got.0, &got.1), (loss, &params), "{bits:?} on {ranks} ranks");
+                assert_eq!(
+                    (got.0, &got.1),
+                    (loss, &params),
+                    "{bits:?} on {ranks} ranks"
+                );
             }
         }
     }
@@ -505,12 +511,18 @@ fn a_base_is_read_in_parts_and_norms_are_of_its_rounded_columns() {
                     let want = rounded(BaseBits::Four, values);
                     assert_eq!(*got, want, "{path}");
                     let magnitude = format!("{path}.lora.magnitude");
-                    let (_, norms) = whole.iter().find(|(known, _)| *known == magnitude).expect("norms");
+                    let (_, norms) = whole
+                        .iter()
+                        .find(|(known, _)| *known == magnitude)
+                        .expect("norms");
                     let columns = norms.len();
                     for (column, norm) in norms.iter().enumerate() {
                         let squares = want.iter().skip(column).step_by(columns);
                         let squares: f64 = squares.map(|value| f64::from(*value).powi(2)).sum();
-                        assert!((f64::from(*norm) - squares.sqrt()).abs() < 1e-5, "{magnitude}");
+                        assert!(
+                            (f64::from(*norm) - squares.sqrt()).abs() < 1e-5,
+                            "{magnitude}"
+                        );
                     }
                 }
             }
@@ -532,13 +544,19 @@ fn written_and_read_again_nothing_changes() {
                 if let Some(bytes) = &from {
                     let bytes = burn::tensor::Bytes::from_bytes_vec(bytes.clone());
                     let record = burn::store::ModuleRecord::from_bytes(bytes).expect("a record");
-                    let zeros = changed(Net::new(&device()), |_, values| Some(vec![0.0; values.len()]));
+                    let zeros = changed(Net::new(&device()), |_, values| {
+                        Some(vec![0.0; values.len()])
+                    });
                     model = fully_shard(zeros, &world, policy(bits))?.load_record(record);
                 }
                 assert!(outcome(&model, Vec::new()).params == want, "loaded");
                 let average = moving_average(model.clone(), &model, 0.3)?;
                 for (got, want) in outcome(&average, Vec::new()).params.iter().zip(&want) {
-                    assert!(!ADAPTED.contains(&want.0.as_str()) || got == want, "{}", want.0);
+                    assert!(
+                        !ADAPTED.contains(&want.0.as_str()) || got == want,
+                        "{}",
+                        want.0
+                    );
                 }
                 drop(average);
                 let state: Vec<_> = local_state(&model)?;
@@ -607,7 +625,8 @@ impl ModuleVisitor for Seen {
         if D == 1 && ADAPTED.contains(&path.as_str()) {
             let data = param.val().into_data();
             assert_eq!(param.lazy_shape().num_elements(), data.num_elements());
-            self.found.push((path, data.try_to_vec::<f32>().expect("floats")));
+            self.found
+                .push((path, data.try_to_vec::<f32>().expect("floats")));
         }
     }
 }
@@ -627,8 +646,15 @@ fn visitors_and_mappers_see_elements() {
             });
             let got = outcome(&doubled, Vec::new()).params;
             for (path, values) in &values {
-                let (_, got) = got.iter().find(|(known, _)| known == path).expect("a value");
-                let factor = if ADAPTED.contains(&path.as_str()) { 2.0 } else { 1.0 };
+                let (_, got) = got
+                    .iter()
+                    .find(|(known, _)| known == path)
+                    .expect("a value");
+                let factor = if ADAPTED.contains(&path.as_str()) {
+                    2.0
+                } else {
+                    1.0
+                };
                 let want: Vec<_> = values.iter().map(|value| factor * value).collect();
                 assert_eq!(*got, want, "{path}");
             }
@@ -640,7 +666,10 @@ fn visitors_and_mappers_see_elements() {
                 let (_, part) = seen.iter().find(|(known, _)| known == path).expect("seen");
                 part.clone()
             });
-            let (_, want) = values.iter().find(|(known, _)| known == path).expect("a value");
+            let (_, want) = values
+                .iter()
+                .find(|(known, _)| known == path)
+                .expect("a value");
             assert_eq!(parts.collect::<Vec<_>>().concat(), *want);
         }
     }
@@ -651,7 +680,9 @@ fn visitors_and_mappers_see_elements() {
 fn bases_of_sixteen_bits_keep_their_type() {
     let half = |values: Vec<f32>| -> Vec<f32> {
         let values = values.into_iter();
-        values.map(|value| half::bf16::from_f32(value).to_f32()).collect()
+        values
+            .map(|value| half::bf16::from_f32(value).to_f32())
+            .collect()
     };
     for bits in BOTH {
         for ranks in 1..=3 {
@@ -740,13 +771,16 @@ fn zeros_and_other_parameters_are_exact() {
 #[test]
 fn what_a_base_in_fewer_bits_cannot_do_is_rejected() {
     let with_bad = |value: f32| {
-        changed(seeded(Net::new(&device()), SEED), move |path, mut values| {
-            let is_it = path == "layers.1.weight";
-            is_it.then(|| {
-                values[700] = value;
-                values
-            })
-        })
+        changed(
+            seeded(Net::new(&device()), SEED),
+            move |path, mut values| {
+                let is_it = path == "layers.1.weight";
+                is_it.then(|| {
+                    values[700] = value;
+                    values
+                })
+            },
+        )
     };
     on_ranks(3, move |world| {
         let refused = |model: Net, policy: ShardPolicy| {
@@ -756,7 +790,10 @@ fn what_a_base_in_fewer_bits_cannot_do_is_rejected() {
         let net = || seeded(Net::new(&device()), SEED);
         let bits = BaseBits::Four;
         let message = refused(net(), ShardPolicy::new().base_in(bits));
-        assert!(message.contains("base_in is set without adapters"), "{message}");
+        assert!(
+            message.contains("base_in is set without adapters"),
+            "{message}"
+        );
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let message = refused(with_bad(bad), policy(bits));
             let named = "`layers.1.weight`, whose element 700 is infinite or NaN (on rank 2)";
@@ -764,20 +801,30 @@ fn what_a_base_in_fewer_bits_cannot_do_is_rejected() {
         }
         let message = refused(net(), policy(bits).cut(Cut::Dims));
         let named = "`narrow.weight`, which is cut at element 20";
-        assert!(message.contains(named) && message.contains("Cut::Multiples(64)"), "{message}");
+        assert!(
+            message.contains(named) && message.contains("Cut::Multiples(64)"),
+            "{message}"
+        );
         let message = refused(net(), policy(bits).cut(Cut::Multiples(100)));
         assert!(message.contains("cut at element 300"), "{message}");
         let message = refused(changed_type(net(), DType::F64), policy(bits));
         assert!(message.contains("`narrow.weight` in F64"), "{message}");
 
         let model = fully_shard(net(), &world, policy(bits))?;
-        let error = catch(|| model.clone().unfreeze()).map(drop).expect_err("frozen");
+        let error = catch(|| model.clone().unfreeze())
+            .map(drop)
+            .expect_err("frozen");
         assert!(error.to_string().contains("made trainable"), "{error}");
-        let error = catch(|| model.valid().unfreeze()).map(drop).expect_err("frozen");
+        let error = catch(|| model.valid().unfreeze())
+            .map(drop)
+            .expect_err("frozen");
         assert!(error.to_string().contains("made trainable"), "{error}");
         let error = catch(|| changed_type(model.clone(), DType::BF16));
         let error = error.map(drop).expect_err("its own type");
-        assert!(error.to_string().contains("cast to another type"), "{error}");
+        assert!(
+            error.to_string().contains("cast to another type"),
+            "{error}"
+        );
         let record = with_bad(f32::NAN).apply_lora(adapters()).into_record();
         let loaded = catch(|| model.load_record(record)).map(drop);
         if world.rank() == 2 {
