@@ -19,7 +19,7 @@ use self::headings::{DEVICES, DIAGNOSTICS, MEMORY};
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
-pub(crate) use lora::{BaseBitsArg, ForTarget, LoraArgs};
+pub(crate) use lora::{BaseBitsArg, ForTarget, LoraArgs, least_bytes};
 pub(crate) use model::{DataArgs, DataFormat, ModelArgs, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};

@@ -9,8 +9,11 @@ use burn_fsdp::checkpoint::{Checkpoints, restore, snapshot};
 use burn_fsdp::inspect::units;
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot, loss_scale, restore_scaler};
 use burn_fsdp::internals::optim::backward_and_step;
-use burn_fsdp::internals::sharding::{Audit, FullGradient, ParameterShard, offload_activations};
+use burn_fsdp::internals::sharding::{
+    Audit, BaseBits, FullGradient, ParameterShard, offload_activations,
+};
 use burn_fsdp::optim::check_elementwise;
+use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
     Error, LossScaler, ProcessMesh, ShardPolicy, backward, catch, clip_grad_norm, fully_shard,
@@ -332,9 +335,16 @@ impl Case {
         if eager.keeps_by_pairs && ranks == Ranks::Line(4) {
             policy = policy.reshard_after_forward_to(2);
         }
-        match self.plan.lora() {
-            Some(lora) => policy.lora(lora),
-            None => policy,
+        let Some(lora) = self.plan.lora() else {
+            return policy;
+        };
+        match self.plan.base_bits() {
+            // Shards begin with a block.
+            Some(bits) => policy.lora(lora).base_in(bits).cut(match eager.cut {
+                Cut::Multiples(number) if number % BaseBits::BLOCK == 0 => eager.cut,
+                _ => Cut::Elements,
+            }),
+            None => policy.lora(lora),
         }
     }
 }

@@ -30,6 +30,10 @@ impl Histogram {
         };
         note(case.clip.is_some(), "clipped");
         note(plan.adapters.is_some(), "adapters");
+        note(
+            plan.base_bits().is_some(),
+            "adapters on a base in fewer bits",
+        );
         note(case.is_in_memory, "checkpoints in memory");
         note(plan.shapes.change(), "shapes that change");
         for leg in &case.legs {

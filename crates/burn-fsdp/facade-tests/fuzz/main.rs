@@ -5,6 +5,7 @@
 //! `BURN_FSDP_SEED=7` chooses others. A differing case is shrunk until nothing can be removed, and printed.
 
 mod arrival;
+mod base;
 mod batch;
 #[path = "../halves/by_hand.rs"]
 mod by_hand;

@@ -4,10 +4,12 @@ use burn::module::{Lora, Module, ModuleVisitor, Param, ParamGroup};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::internals::sharding::BaseBits;
 use burn_fsdp::recompute;
 use proptest::prelude::*;
 use proptest::sample::select;
 
+use super::base::Round;
 use super::batch::{Shapes, shapes};
 use super::layer::{DIM, KINDS, Kind, Layer, VOCAB};
 use super::legs::Ranks;
@@ -167,6 +169,15 @@ impl Plan {
         let net = self.init_without_adapters(device, nudge, rounding);
         match self.lora() {
             Some(lora) => {
+                let net = match self.base_bits() {
+                    // Elements that differ would be other levels.
+                    Some(bits) => self.init_without_adapters(device, 0, 0.0).map(&mut Round {
+                        bits,
+                        lora: lora.clone(),
+                        path: Vec::new(),
+                    }),
+                    None => net,
+                };
                 let factors = Values::new(self.seed + 100, nudge, rounding).of_factors();
                 net.apply_lora(lora).map(&mut { factors })
             }
@@ -207,6 +218,17 @@ impl Plan {
             plan.head = Head::Tied;
         }
         plan
+    }
+
+    /// Returns the bits of the matrices that adapters adapt, if they do not keep their type.
+    pub(crate) fn base_bits(&self) -> Option<BaseBits> {
+        self.adapters?;
+        // Not drawn, so seeds still give the same cases.
+        match self.seed % 3 {
+            0 => None,
+            1 => Some(BaseBits::Eight),
+            _ => Some(BaseBits::Four),
+        }
     }
 
     /// Returns the configuration of the adapters.

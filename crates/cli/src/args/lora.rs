@@ -119,6 +119,13 @@ impl BaseBitsArg {
     }
 }
 
+/// Returns a lower bound of the bytes of a model's parameters, of which the matrices with adapters may have fewer bits.
+pub(crate) fn least_bytes(base_bits: Option<BaseBitsArg>, num_elements: u128) -> u128 {
+    // Adapted matrices may be almost all of the model.
+    let bits = base_bits.map_or(32, BaseBitsArg::number);
+    num_elements * bits as u128 / 8
+}
+
 impl From<BaseBitsArg> for BaseBits {
     fn from(bits: BaseBitsArg) -> Self {
         match bits {

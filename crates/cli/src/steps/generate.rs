@@ -205,7 +205,8 @@ impl Job {
             .map(|tokens| tokens.len().saturating_add(args.tokens))
             .collect();
         let batch = args.prompts.batch;
-        let residence = memory::residence(args.weights, &model, ranks, &lengths, batch)?;
+        let of_model = (&model, adapters.as_ref());
+        let residence = memory::residence(args.weights, of_model, ranks, &lengths, batch)?;
         if let Some(folder) = &args.init
             && ranks.have_first()
         {

@@ -4,7 +4,7 @@
 use burn_fsdp::Strategy;
 use burn_fsdp_models::ModelConfig;
 
-use crate::args::{Float, TrainArgs};
+use crate::args::{Float, TrainArgs, least_bytes};
 use crate::enough;
 use crate::error::InputError;
 use crate::host;
@@ -120,12 +120,7 @@ pub(super) fn check_memory(
         (None, None) => 2 * params as u128 + optimizer.num_values() as u128,
     };
     let (batch, seq) = (args.training.batch as u128, args.model.seq as u128);
-    // Adapted matrices may be almost all of the model.
-    let bytes = match args.model.lora.base_bits {
-        None => 4 * values,
-        Some(bits) => values * bits.number() as u128 / 8,
-    };
-    let state = bytes * copies * own / number;
+    let state = least_bytes(args.model.lora.base_bits, values) * copies * own / number;
     let logits = 8 * batch * seq * (model.vocab() as u128) * own / number;
     // A rank has a thread and an entry for each other rank. Each of its parameters is an object, even with few
     // elements.

@@ -408,8 +408,8 @@ impl ShardPolicy {
     /// parameter, the later call wins. A call whose group matches nothing is an error.
     ///
     /// Initial values are Burn's: `a` is normal, drawn on rank 0, and `b` is zero. `Module::materialize` returns the
-    /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded adapter. A quantized base
-    /// (`QLora`) is rejected, like any quantized parameter.
+    /// plain module with its adapters merged; `Param::adapter` does not recognize a sharded adapter. A base that
+    /// Burn has quantized (`QLora`) is rejected, like any quantized parameter; see [`base_in`](Self::base_in).
     ///
     /// ```
     /// use burn::module::Lora;

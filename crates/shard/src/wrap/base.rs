@@ -71,9 +71,9 @@ pub(super) fn form(
 
 /// The first matrix of this rank that cannot be quantized. Sharding continues, so all ranks issue the same operations.
 #[derive(Clone, Default)]
-pub(super) struct NotFinite(Rc<RefCell<Option<String>>>);
+pub(super) struct Unquantizable(Rc<RefCell<Option<String>>>);
 
-impl NotFinite {
+impl Unquantizable {
     /// Returns the elements of the parameter in `slot` in the form in which they are held.
     pub(super) fn held(&self, unit: &Unit, slot: usize, elements: Tensor<1>) -> Tensor<1> {
         let (held, error) = unit.packed(slot, elements);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 
-use super::base::NotFinite;
+use super::base::Unquantizable;
 use super::initial;
 use super::magnitudes;
 use super::placed::Placed;
@@ -47,7 +47,7 @@ pub(super) struct Sharder<'a> {
     ties: Ties,
     /// The parameters that later fields may share, by path.
     firsts: HashMap<String, First>,
-    not_finite: NotFinite,
+    not_finite: Unquantizable,
 }
 
 /// A sharded parameter, which later fields may share.
@@ -88,7 +88,7 @@ impl<'a> Sharder<'a> {
             read: None,
             ties: Ties::default(),
             firsts: HashMap::new(),
-            not_finite: NotFinite::default(),
+            not_finite: Unquantizable::default(),
         };
         (sharder, made)
     }
@@ -102,7 +102,7 @@ impl<'a> Sharder<'a> {
     }
 
     /// Returns the note of a base that cannot be quantized.
-    pub(super) fn not_finite(&self) -> NotFinite {
+    pub(super) fn not_finite(&self) -> Unquantizable {
         self.not_finite.clone()
     }
 

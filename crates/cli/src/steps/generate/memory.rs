@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use burn_fsdp_models::ModelConfig;
 
-use crate::args::ResidenceArg;
+use crate::adapters::AdapterSizes;
+use crate::args::{ResidenceArg, least_bytes};
 use crate::enough;
 use crate::error::InputError;
 use crate::host;
@@ -35,13 +36,13 @@ struct Needs {
 /// all ranks divide.
 pub(super) fn residence(
     wanted: ResidenceArg,
-    model: &ModelConfig,
+    (model, adapters): (&ModelConfig, Option<&AdapterSizes>),
     ranks: &Ranks,
     lengths: &[usize],
     batch: usize,
 ) -> Result<Residence, InputError> {
     let available = host::memory_bytes(ranks.processes_here());
-    let needs = Needs::of(model, ranks, lengths, batch)?;
+    let needs = Needs::of((model, adapters), ranks, lengths, batch)?;
     let fits = |needed| available.is_none_or(|available| needed <= u128::from(available));
     let (residence, needed) = match wanted {
         ResidenceArg::Whole => (Residence::Whole, needs.whole),
@@ -56,13 +57,14 @@ pub(super) fn residence(
 
 impl Needs {
     fn of(
-        model: &ModelConfig,
+        (model, adapters): (&ModelConfig, Option<&AdapterSizes>),
         ranks: &Ranks,
         lengths: &[usize],
         batch: usize,
     ) -> Result<Self, InputError> {
         let params = model.num_params();
-        let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
+        let held = least_bytes(adapters.and_then(AdapterSizes::base_bits), params as u128);
+        let shards = held.div_ceil(ranks.number() as u128);
         let unit = ELEMENT * largest_unit(model)? as u128;
         // The longest prompts may all be on one rank.
         let mut longest: Vec<_> = lengths.iter().map(|len| (*len).min(model.seq())).collect();
@@ -120,7 +122,8 @@ mod tests {
         // Ten keys and values in each layer: 8 tokens and a quarter more.
         let cache = |prompts: u128| 2 * ELEMENT * 3 * 16 * 10 * prompts;
         for ranks in [1, 2, 4] {
-            let needs = Needs::of(&model, &Ranks::Threads(ranks), &[99; 5], 4).expect("a model");
+            let needs =
+                Needs::of((&model, None), &Ranks::Threads(ranks), &[99; 5], 4).expect("a model");
             assert_eq!(needs.whole, weights + unit + cache(4), "{ranks}");
             let shards = ranks as u128 * (weights.div_ceil(ELEMENT).div_ceil(ranks as u128));
             let sharded = ELEMENT * shards + ranks as u128 * unit + cache(4);
