@@ -18,8 +18,6 @@ mod agreement;
 mod auto;
 mod average;
 mod base_bits;
-#[path = "../../src/base_bits.rs"]
-mod base_bits_source;
 mod buffer_types;
 mod buffers;
 mod called;
