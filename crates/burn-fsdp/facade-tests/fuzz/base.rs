@@ -5,6 +5,7 @@ use burn::tensor::{Tensor, TensorData};
 use burn_fsdp::internals::sharding::BaseBits;
 
 /// The levels of the QLoRA paper, appendix E.
+#[allow(clippy::excessive_precision, reason = "the digits of the paper")]
 const NF4: [f32; 16] = [
     -1.0,
     -0.6961928009986877,

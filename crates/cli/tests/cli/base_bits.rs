@@ -40,6 +40,7 @@ const CASES: [Case; 3] = [
 ];
 
 /// The levels of the QLoRA paper, appendix E.
+#[allow(clippy::excessive_precision, reason = "the digits of the paper")]
 const NF4: [f32; 16] = [
     -1.0,
     -0.6961928009986877,
