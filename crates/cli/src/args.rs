@@ -20,7 +20,7 @@ use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
 pub(crate) use lora::{BaseBitsArg, ForTarget, LoraArgs, least_bytes};
-pub(crate) use model::{DataArgs, DataFormat, ModelArgs, TrainedModelArg};
+pub(crate) use model::{DataArgs, DataFormat, ModelArgs, PackingArg, TrainedModelArg};
 pub(crate) use optimizer::{OptimizerArgs, OptimizerName};
 pub(crate) use plan::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 pub(crate) use report::ReportArgs;

@@ -3,6 +3,8 @@
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
+use crate::attention::DocumentHeads;
+
 /// The fused operations and their gradients, computed or recorded by a backend.
 pub(crate) trait Kernels: Backend {
     fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
@@ -35,6 +37,19 @@ pub(crate) trait Kernels: Backend {
         grad: FloatTensor<Self>,
         batch: usize,
         heads: usize,
+    ) -> FloatTensor<Self>;
+
+    fn document_attention_kernel(
+        qkv: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        form: DocumentHeads,
+    ) -> FloatTensor<Self>;
+
+    fn document_attention_gradient(
+        qkv: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        form: DocumentHeads,
     ) -> FloatTensor<Self>;
 
     /// Returns two tensors: the gradient of the logits, and the loss.

@@ -6,6 +6,7 @@ use burn_capture::{CaptureBackend, CaptureClient};
 use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 use burn_router::{RouterClient, RouterTensor};
 
+use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
 use crate::operation::FusedOperation;
 
@@ -69,6 +70,32 @@ impl Kernels for CaptureBackend {
         grad
     }
 
+    fn document_attention_kernel(
+        qkv: Recorded,
+        positions: Recorded,
+        form: DocumentHeads,
+    ) -> Recorded {
+        let [rows, width] = qkv.shape().dims();
+        let kind = (Shape::new([rows, width / 3]), qkv.dtype());
+        let scalars = document_scalars(&positions, form);
+        let inputs = [qkv, positions];
+        let [y] = record(FusedOperation::CausalAttention, inputs, [kind], scalars);
+        y
+    }
+
+    fn document_attention_gradient(
+        qkv: Recorded,
+        grad: Recorded,
+        positions: Recorded,
+        form: DocumentHeads,
+    ) -> Recorded {
+        let kind = kind(&qkv);
+        let scalars = document_scalars(&positions, form);
+        let operation = FusedOperation::CausalAttentionBackward;
+        let [grad] = record(operation, [qkv, grad, positions], [kind], scalars);
+        grad
+    }
+
     fn cross_entropy_kernel(logits: Recorded, targets: Recorded) -> [Recorded; 2] {
         // The loss has 32 bits, regardless of the type of the logits.
         let kinds = [kind(&logits), (Shape::new([1]), DType::F32)];
@@ -85,6 +112,13 @@ impl Kernels for CaptureBackend {
 
 fn float(value: f32) -> ScalarIr {
     ScalarIr::Float(value.into())
+}
+
+/// Returns the batch size, the heads, and the reach of queries, or 0 if it is not limited.
+fn document_scalars(positions: &Recorded, form: DocumentHeads) -> [ScalarIr; 3] {
+    let [batch, _] = positions.shape().dims();
+    let sizes = [batch, form.heads, form.reach.unwrap_or(0)];
+    sizes.map(|size| ScalarIr::UInt(size as u64))
 }
 
 /// The shape and type of a tensor.

@@ -1,10 +1,49 @@
 //! The operations composed of elementary ones, for any backend and type.
 
 use burn::tensor::activation::{log_softmax, softmax};
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+
+use crate::attention::DocumentHeads;
 
 /// Computes [`causal_attention`](crate::causal_attention) from elementary operations.
 pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    masked_attention(qkv, [batch, heads], None)
+}
+
+/// Computes [`document_attention`](crate::document_attention) from elementary operations.
+pub(crate) fn document_attention(
+    qkv: &Tensor<2>,
+    positions: Tensor<2, Int>,
+    form: DocumentHeads,
+) -> Tensor<2> {
+    let [batch, _] = positions.dims();
+    let hidden = other_documents(positions, form.reach);
+    masked_attention(qkv, [batch, form.heads], Some(hidden))
+}
+
+/// Returns true for the keys before the first one that a query attends to: `[batch, 1, time, time]`. `positions` are
+/// those of the tokens in their documents, `[batch, time]`. `reach` is the number of keys that a query attends to at most,
+/// including its own.
+pub fn other_documents(positions: Tensor<2, Int>, reach: Option<usize>) -> Tensor<4, Bool> {
+    let [batch, time] = positions.dims();
+    let index = |shape: [usize; 4]| {
+        let index = Tensor::<1, Int>::arange(0..time as i64, &positions.device());
+        index.reshape(shape).expand([batch, 1, time, time])
+    };
+    let before = match reach {
+        Some(reach) => positions.clone().clamp_max(reach.saturating_sub(1) as i64),
+        None => positions.clone(),
+    };
+    let before = before.reshape([batch, 1, time, 1]);
+    let first = index([1, 1, time, 1]) - before.expand([batch, 1, time, time]);
+    index([1, 1, 1, time]).lower(first)
+}
+
+fn masked_attention(
+    qkv: &Tensor<2>,
+    [batch, heads]: [usize; 2],
+    hidden: Option<Tensor<4, Bool>>,
+) -> Tensor<2> {
     let [rows, width] = qkv.dims();
     let (time, dim) = (rows / batch, width / 3);
     let head_dim = dim / heads;
@@ -16,7 +55,11 @@ pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> T
             .swap_dims(1, 2)
     };
     let queries = part(0).mul_scalar((head_dim as f64).sqrt().recip());
-    let scores = queries.matmul(part(1).transpose()) + mask.cast(qkv.dtype());
+    let mut scores = queries.matmul(part(1).transpose()) + mask.cast(qkv.dtype());
+    if let Some(hidden) = hidden {
+        let hidden = hidden.expand([batch, heads, time, time]);
+        scores = scores.mask_fill(hidden, f32::NEG_INFINITY);
+    }
     softmax(scores, 3)
         .matmul(part(2))
         .swap_dims(1, 2)

@@ -3,6 +3,7 @@
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 
+use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
 use crate::{attention, cross_entropy, gelu, norm};
 
@@ -44,6 +45,23 @@ impl Kernels for Flex {
         heads: usize,
     ) -> FlexTensor {
         attention::causal_gradient(qkv, grad, batch, heads)
+    }
+
+    fn document_attention_kernel(
+        qkv: FlexTensor,
+        positions: FlexTensor,
+        form: DocumentHeads,
+    ) -> FlexTensor {
+        attention::in_documents(qkv, &positions, form)
+    }
+
+    fn document_attention_gradient(
+        qkv: FlexTensor,
+        grad: FlexTensor,
+        positions: FlexTensor,
+        form: DocumentHeads,
+    ) -> FlexTensor {
+        attention::in_documents_gradient(qkv, grad, &positions, form)
     }
 
     fn cross_entropy_kernel(logits: FlexTensor, targets: FlexTensor) -> [FlexTensor; 2] {

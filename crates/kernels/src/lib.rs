@@ -59,9 +59,13 @@ mod turned;
 mod vectors;
 mod widened;
 
+pub use attention::DocumentHeads;
+pub use composed::other_documents;
 pub use halves::takes;
 pub use method::HalfProducts;
 pub use operation::{FusedCost, FusedOperation};
-pub use ops::{causal_attention, cross_entropy, gelu, layer_norm, layer_norm_of};
+pub use ops::{
+    causal_attention, cross_entropy, document_attention, gelu, layer_norm, layer_norm_of,
+};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};

@@ -3,7 +3,7 @@
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::{Factors, Fill, Weighting};
+use crate::attention::{DocumentHeads, Factors, Fill, Weighting};
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};
@@ -28,8 +28,8 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// | `models.layer_norm_backward` | x, gamma, gradient of y | gradients of x, gamma, beta | epsilon |
 /// | `models.rms_norm` | x, gamma | y | epsilon |
 /// | `models.rms_norm_backward` | x, gamma, gradient of y | gradients of x, gamma | epsilon |
-/// | `models.causal_attention` | qkv | y | batch, heads |
-/// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
+/// | `models.causal_attention` | qkv, positions | y | batch, heads, reach |
+/// | `models.causal_attention_backward` | qkv, gradient of y, positions | gradient of qkv | batch, heads, reach |
 /// | `models.attention` | queries, keys, values, masks, factors | the result | factor on the scores, number for each mask, factor on all probabilities |
 /// | `models.attention_backward` | queries, keys, values, gradient of the result, masks, factors | gradients of queries, keys, values | as above |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
@@ -44,6 +44,10 @@ use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, si
 /// | `models.sum_dim` | x | its sums, computed in 32 bits | dim |
 /// | `models.cast` | x of either type | x of the other type | |
 /// | `models.pointwise` | the program's inputs, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
+///
+/// Positions, `[batch, time]`, are integers: those of tokens in their documents. A query of `models.causal_attention` sees
+/// as many tokens before its own as its position says, and its reach at most, including its own. A reach of 0 is none. If
+/// all tokens of a sequence are one document, both the positions and the reach are absent.
 ///
 /// Queries, keys, values and the result of `models.attention` are `[batch, time, heads, width]`. A mask contains
 /// bools, `[batch or 1, heads or 1, queries or 1, keys or 1]`. The mask's number replaces the scaled score wherever
@@ -225,9 +229,21 @@ impl FusedOperation {
             Self::RmsNormBackward => {
                 norm::root_mean_square_gradients(next(), next(), next(), epsilon()).into()
             }
-            Self::CausalAttention => vec![attention::causal(next(), size(0), size(1))],
+            Self::CausalAttention => {
+                let qkv = next();
+                vec![match inputs.next() {
+                    Some(positions) => attention::in_documents(qkv, &positions, documents(call)),
+                    None => attention::causal(qkv, size(0), size(1)),
+                }]
+            }
             Self::CausalAttentionBackward => {
-                vec![attention::causal_gradient(next(), next(), size(0), size(1))]
+                let (qkv, grad) = (next(), next());
+                vec![match inputs.next() {
+                    Some(positions) => {
+                        attention::in_documents_gradient(qkv, grad, &positions, documents(call))
+                    }
+                    None => attention::causal_gradient(qkv, grad, size(0), size(1)),
+                }]
             }
             Self::Attention => {
                 let operands = [next(), next(), next()];
@@ -359,6 +375,15 @@ fn product_cost(call: &CustomOpIr) -> FusedCost {
     FusedCost {
         matmul: products.saturating_mul(2),
         pointwise: 0,
+    }
+}
+
+/// Returns the heads of a call of causal attention within documents.
+fn documents(call: &CustomOpIr) -> DocumentHeads {
+    let [heads, reach] = [1, 2].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
+    DocumentHeads {
+        heads,
+        reach: (reach > 0).then_some(reach),
     }
 }
 

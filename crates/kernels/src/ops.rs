@@ -3,6 +3,7 @@
 use burn::nn::LayerNorm;
 use burn::tensor::{DType, Int, Tensor, activation};
 
+use crate::attention::DocumentHeads;
 use crate::composed;
 use crate::route::{self, supports};
 
@@ -51,6 +52,27 @@ pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
         route::causal_attention(qkv, batch, heads)
     } else {
         composed::causal_attention(&qkv, batch, heads)
+    }
+}
+
+/// Computes [`causal_attention`] within documents that share sequences. `positions` are those of the tokens in their
+/// documents, counted from 0. A token attends to itself and to as many tokens before it as its position says, or fewer if
+/// `form` limits their number.
+///
+/// # Shapes
+///
+/// - qkv: `[batch * time, 3 * dim]`
+/// - positions: `[batch, time]`
+/// - output: `[batch * time, dim]`
+pub fn document_attention(
+    qkv: Tensor<2>,
+    positions: Tensor<2, Int>,
+    form: DocumentHeads,
+) -> Tensor<2> {
+    if supports(&qkv) {
+        route::document_attention(qkv, positions, form)
+    } else {
+        composed::document_attention(&qkv, positions, form)
     }
 }
 

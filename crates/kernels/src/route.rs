@@ -8,6 +8,7 @@ use burn::backend::{Autodiff, Backend, Dispatch, DispatchDevice, Flex, backend_e
 use burn::tensor::{Int, Tensor};
 use burn_capture::CaptureBackend;
 
+use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
 use crate::halves::takes;
 
@@ -90,6 +91,19 @@ pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Te
     ))
 }
 
+/// Runs [`crate::document_attention`] on the backend of its tensors, which must have the kernels.
+pub(crate) fn document_attention(
+    qkv: Tensor<2>,
+    positions: Tensor<2, Int>,
+    form: DocumentHeads,
+) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::fused_document_attention(
+        qkv.into_dispatch(),
+        positions.into_dispatch(),
+        form,
+    ))
+}
+
 /// Runs [`crate::cross_entropy`](fn@crate::cross_entropy) on the backend of its tensors, which must have the kernels.
 pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::fused_cross_entropy(
@@ -114,6 +128,12 @@ trait FusedOps: Backend {
         qkv: FloatTensor<Self>,
         batch: usize,
         heads: usize,
+    ) -> FloatTensor<Self>;
+
+    fn fused_document_attention(
+        qkv: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        form: DocumentHeads,
     ) -> FloatTensor<Self>;
 
     fn fused_cross_entropy(
@@ -144,6 +164,14 @@ macro_rules! untracked {
                 heads: usize,
             ) -> FloatTensor<Self> {
                 Self::causal_attention_kernel(qkv, batch, heads)
+            }
+
+            fn fused_document_attention(
+                qkv: FloatTensor<Self>,
+                positions: IntTensor<Self>,
+                form: DocumentHeads,
+            ) -> FloatTensor<Self> {
+                Self::document_attention_kernel(qkv, positions, form)
             }
 
             fn fused_cross_entropy(
@@ -180,6 +208,14 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         heads: usize,
     ) -> FloatTensor<Self> {
         crate::attention::tracked::<B, C>(qkv, batch, heads)
+    }
+
+    fn fused_document_attention(
+        qkv: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        form: DocumentHeads,
+    ) -> FloatTensor<Self> {
+        crate::attention::tracked_documents::<B, C>(qkv, positions, form)
     }
 
     fn fused_cross_entropy(

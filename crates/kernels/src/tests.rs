@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr, TensorId, TensorIr};
 
-use crate::{FusedOperation, composed, layer_norm, route, supports};
+use crate::{DocumentHeads, FusedOperation, composed, layer_norm, route, supports};
 
 mod halves;
 
@@ -163,6 +163,72 @@ fn attention_matches_the_composed_one() {
                 |x| route::causal_attention(x, batch, heads),
                 |x| composed::causal_attention(&x, batch, heads),
             );
+        }
+    }
+}
+
+/// Lengths of the documents of sequences: alone, short, at the edges of blocks, and over several blocks.
+const DOCUMENTS: [&[&[usize]]; 4] = [
+    &[&[1], &[1]],
+    &[&[5, 2, 1, 2], &[10], &[3, 7]],
+    &[&[64, 1, 65], &[130], &[2, 63, 64, 1], &[30, 70, 30]],
+    &[&[190, 2, 8], &[2; 100]],
+];
+
+/// Returns the positions of tokens in documents of these lengths.
+fn positions(documents: &[&[usize]], device: &Device) -> Tensor<2, Int> {
+    let lens = documents.iter().flat_map(|lens| lens.iter());
+    let positions: Vec<i64> = lens.flat_map(|len| 0..*len as i64).collect();
+    let shape = [documents.len(), positions.len() / documents.len()];
+    Tensor::from_data(TensorData::new(positions, shape), device)
+}
+
+#[test]
+fn attention_within_documents_is_that_of_each_document_alone() {
+    for device in devices() {
+        for documents in DOCUMENTS {
+            let positions = positions(documents, &device);
+            let [batch, time] = positions.dims();
+            for heads in [1, 3] {
+                let x = random([batch * time, 3 * 6 * heads], &device);
+                let alone = |x: Tensor<2>| {
+                    let mut start = 0;
+                    let each = documents.iter().flat_map(|lens| lens.iter()).map(|len| {
+                        let own = x.clone().narrow(0, start, *len);
+                        start += len;
+                        composed::causal_attention(&own, 1, heads)
+                    });
+                    Tensor::cat(each.collect(), 0)
+                };
+                let form = DocumentHeads { heads, reach: None };
+                let fused = |x| route::document_attention(x, positions.clone(), form);
+                assert_same(&x, fused, alone);
+                let composed = |x| composed::document_attention(&x, positions.clone(), form);
+                assert_same(&x, composed, alone);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_reach_limits_attention_within_documents() {
+    let device = Device::flex().autodiff();
+    for documents in DOCUMENTS {
+        let positions = positions(documents, &device);
+        let [batch, time] = positions.dims();
+        for reach in [1, 2, 4, 65, 1000] {
+            let form = DocumentHeads {
+                heads: 2,
+                reach: Some(reach),
+            };
+            let x = random([batch * time, 36], &device);
+            let fused = |x| route::document_attention(x, positions.clone(), form);
+            let composed = |x| composed::document_attention(&x, positions.clone(), form);
+            assert_same(&x, fused, composed);
+            if reach == 1 {
+                // Each token attends to itself alone, so the result is the values.
+                assert_close(fused(x.clone()), x.narrow(1, 24, 12));
+            }
         }
     }
 }

@@ -325,6 +325,18 @@ impl ModelConfig {
         of_any!(self, sizes => sizes.vocab)
     }
 
+    /// Returns true if rotations depend on the length of a sequence, for lengths of at most `seq` tokens.
+    #[must_use]
+    pub fn depends_on_length(&self, seq: usize) -> bool {
+        match self {
+            Self::Llama(sizes) => {
+                let scaling = sizes.variant.rope_scaling;
+                scaling.epoch([1, sizes.seq]) != scaling.epoch([seq, sizes.seq])
+            }
+            Self::Gpt(_) | Self::Gpt2(_) => false,
+        }
+    }
+
     /// Returns the maximum sequence length in tokens.
     #[must_use]
     pub fn seq(&self) -> usize {

@@ -1,7 +1,5 @@
 //! The GPT.
 
-use std::ops::Range;
-
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
 use burn::tensor::{Device, Int, Tensor};
@@ -11,6 +9,7 @@ use crate::gpt2::{attend_packed, embed_with_positions};
 use crate::initial::InitialValues;
 use crate::key_values::KeyValues;
 use crate::norm::{self, layer_norm};
+use crate::positions::{Positions, Sequences};
 use crate::{GptConfig, LanguageModel, ModelError};
 
 /// A GPT-2 style decoder: learned positions, pre-LN blocks and an untied head
@@ -104,7 +103,7 @@ impl Gpt {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.logits_by(tokens, |block, x, batch| block.forward(x, *batch));
+        let logits = self.logits_by(tokens, |block, x, sequences| block.run(x, sequences, None));
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -139,34 +138,35 @@ impl Gpt {
         targets: Tensor<2, Int>,
         run: impl Fn(&Block, Tensor<2>, usize) -> Tensor<2>,
     ) -> Tensor<1> {
-        self.loss_by(tokens, targets, |block, x, batch| run(block, x, *batch))
+        self.loss_by(tokens, targets, |block, x, sequences| {
+            run(block, x, sequences.batch())
+        })
     }
 }
 
 impl LanguageModel for Gpt {
     type Block = Block;
-    /// The number of sequences.
-    type Shared = usize;
+    type Shared = Sequences;
 
     fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    fn shared(&self, batch: usize, _positions: &[Range<usize>], _device: &Device) -> usize {
-        batch
+    fn shared(&self, batch: usize, positions: Positions<'_>, _device: &Device) -> Sequences {
+        Sequences::new(batch, positions)
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2> {
+    fn embed(&self, tokens: Tensor<2, Int>, positions: Positions<'_>) -> Tensor<2> {
         embed_with_positions(&self.wte, &self.wpe, tokens, positions)
     }
 
     fn run_block(
         block: &Block,
         x: Tensor<2>,
-        batch: &usize,
+        sequences: &Sequences,
         cache: Option<&mut KeyValues>,
     ) -> Tensor<2> {
-        block.run(x, *batch, cache)
+        block.run(x, sequences, cache)
     }
 
     fn head(&self, x: Tensor<2>) -> Tensor<2> {
@@ -193,19 +193,19 @@ impl Block {
         }
     }
 
-    /// Runs the block on the residual stream.
+    /// Runs the block on the residual stream of `batch` sequences.
     ///
     /// # Shapes
     ///
     /// - x and output: `[batch * time, dim]`, one sequence after the other
     #[must_use]
     pub fn forward(&self, x: Tensor<2>, batch: usize) -> Tensor<2> {
-        self.run(x, batch, None)
+        self.run(x, &Sequences::whole(batch), None)
     }
 
-    fn run(&self, x: Tensor<2>, batch: usize, cache: Option<&mut KeyValues>) -> Tensor<2> {
+    fn run(&self, x: Tensor<2>, sequences: &Sequences, cache: Option<&mut KeyValues>) -> Tensor<2> {
         let qkv = self.qkv.forward(layer_norm(&self.ln1, x.clone()));
-        let attended = attend_packed(qkv, batch, self.heads, cache);
+        let attended = attend_packed(qkv, sequences, self.heads, cache);
         let x = x + self.proj.forward(attended);
         let wide = gelu(self.fc.forward(layer_norm(&self.ln2, x.clone())));
         x + self.out.forward(wide)

@@ -6,12 +6,12 @@ use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
 use burn::tensor::activation::gelu_approximate;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_kernels::causal_attention;
 use serde::{Deserialize, Serialize};
 
 use crate::initial::InitialValues;
 use crate::key_values::{Heads, KeyValues, Scores};
 use crate::norm::{self, layer_norm};
+use crate::positions::{Positions, Sequences};
 use crate::{GptConfig, LanguageModel, ModelError};
 
 /// Standard deviation of the initial weights, except for those that write to the residual stream.
@@ -173,7 +173,7 @@ impl Gpt2 {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.logits_by(tokens, |block, x, shared| block.forward(x, *shared, None));
+        let logits = self.logits_by(tokens, |block, x, shared| block.forward(x, shared, None));
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -195,10 +195,10 @@ impl Gpt2 {
 }
 
 /// The values that all blocks share in a forward.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Gpt2Shared {
-    batch: usize,
     heads: usize,
+    sequences: Sequences,
 }
 
 impl LanguageModel for Gpt2 {
@@ -209,12 +209,14 @@ impl LanguageModel for Gpt2 {
         &self.h
     }
 
-    fn shared(&self, batch: usize, _positions: &[Range<usize>], _device: &Device) -> Gpt2Shared {
-        let heads = self.heads;
-        Gpt2Shared { batch, heads }
+    fn shared(&self, batch: usize, positions: Positions<'_>, _device: &Device) -> Gpt2Shared {
+        Gpt2Shared {
+            heads: self.heads,
+            sequences: Sequences::new(batch, positions),
+        }
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2> {
+    fn embed(&self, tokens: Tensor<2, Int>, positions: Positions<'_>) -> Tensor<2> {
         embed_with_positions(&self.wte, &self.wpe, tokens, positions)
     }
 
@@ -224,7 +226,7 @@ impl LanguageModel for Gpt2 {
         shared: &Gpt2Shared,
         cache: Option<&mut KeyValues>,
     ) -> Tensor<2> {
-        block.forward(x, *shared, cache)
+        block.forward(x, shared, cache)
     }
 
     fn head(&self, x: Tensor<2>) -> Tensor<2> {
@@ -237,13 +239,16 @@ pub(crate) fn embed_with_positions(
     of_tokens: &Embedding,
     of_positions: &Embedding,
     tokens: Tensor<2, Int>,
-    positions: &[Range<usize>],
+    positions: Positions<'_>,
 ) -> Tensor<2> {
     let device = tokens.device();
     let arange =
         |part: &Range<usize>| Tensor::<1, Int>::arange(part.start as i64..part.end as i64, &device);
-    let positions = Tensor::cat(positions.iter().map(arange).collect(), 0);
-    let x = of_tokens.forward(tokens) + of_positions.forward(positions.unsqueeze());
+    let positions = match positions {
+        Positions::Runs(parts) => Tensor::cat(parts.iter().map(arange).collect(), 0).unsqueeze(),
+        Positions::Documents(positions) => positions.clone(),
+    };
+    let x = of_tokens.forward(tokens) + of_positions.forward(positions);
     x.flatten(0, 1)
 }
 
@@ -251,17 +256,17 @@ pub(crate) fn embed_with_positions(
 /// values in a cache, to which the packed ones are added.
 pub(crate) fn attend_packed(
     packed: Tensor<2>,
-    batch: usize,
+    sequences: &Sequences,
     heads: usize,
     cache: Option<&mut KeyValues>,
 ) -> Tensor<2> {
     match cache {
         Some(cache) => {
-            let new = Heads::of_packed(packed, batch, heads);
+            let new = Heads::of_packed(packed, sequences.batch(), heads);
             let scores = Scores::usual(new.queries.dims()[3]);
             cache.attend(new, scores)
         }
-        None => causal_attention(packed, batch, heads),
+        None => sequences.attend(packed, heads),
     }
 }
 
@@ -288,11 +293,11 @@ impl Gpt2Block {
     fn forward(
         &self,
         x: Tensor<2>,
-        shared: Gpt2Shared,
+        shared: &Gpt2Shared,
         cache: Option<&mut KeyValues>,
     ) -> Tensor<2> {
         let qkv = self.c_attn.forward(layer_norm(&self.ln_1, x.clone()));
-        let attended = attend_packed(qkv, shared.batch, shared.heads, cache);
+        let attended = attend_packed(qkv, &shared.sequences, shared.heads, cache);
         let x = x + self.c_proj.forward(attended);
         let wide = self.c_fc.forward(layer_norm(&self.ln_2, x.clone()));
         x + self.mlp_proj.forward(gelu_approximate(wide))

@@ -219,21 +219,37 @@ impl KeyValues {
     /// `[batch * time, dim]`. A query sees the keys of its own sequence up to its own position.
     pub(crate) fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
         if self.groups.is_empty() {
-            return attend_to(&mut Kept::default(), new, scores);
+            return attend_to(&mut Kept::default(), new, scores, None);
         }
         let mut start = 0;
         let attended = self.groups.iter_mut().map(|group| {
             let own = new.rows(start, group.batch, group.time);
             start += group.batch * group.time;
-            attend_to(&mut group.kept, own, scores)
+            attend_to(&mut group.kept, own, scores, None)
         });
         Tensor::cat(attended.collect(), 0)
     }
 }
 
+/// Returns the attention of queries to the keys of whole sequences, `[batch * time, dim]`. `others` is a mask of keys that
+/// a query does not see in addition to those after it, `[batch, 1, time, time]`.
+pub(crate) fn attend_within(new: Heads, scores: Scores, others: Tensor<4, Bool>) -> Tensor<2> {
+    // The mask includes the window.
+    let scores = Scores {
+        window: None,
+        ..scores
+    };
+    attend_to(&mut Kept::default(), new, scores, Some(others))
+}
+
 /// Adds new keys and values to those of the same sequences, and returns the attention of the new queries to them all,
-/// `[batch * time, dim]`.
-fn attend_to(kept: &mut Kept, new: Heads, scores: Scores) -> Tensor<2> {
+/// `[batch * time, dim]`. `others` is a mask of more keys that the queries do not see.
+fn attend_to(
+    kept: &mut Kept,
+    new: Heads,
+    scores: Scores,
+    others: Option<Tensor<4, Bool>>,
+) -> Tensor<2> {
     let [batch, time, heads, head_dim] = new.queries.dims();
     let [kept_keys, kept_values] = kept;
     let keys = kept_keys.add(new.keys.swap_dims(1, 2));
@@ -247,7 +263,8 @@ fn attend_to(kept: &mut Kept, new: Heads, scores: Scores) -> Tensor<2> {
     let mut products = capped(products, scores.softcap);
     let window = scores.window.filter(|window| *window < all);
     if time > 1 || window.is_some() {
-        for hidden in hidden(time, all, window, &products) {
+        let hidden = hidden(time, all, window, &products);
+        for hidden in hidden.into_iter().chain(others) {
             let hidden = hidden.repeat_dim(2, group);
             let hidden = hidden.expand([batch, kv_heads, group * time, all]);
             products = products.mask_fill(hidden, f32::NEG_INFINITY);

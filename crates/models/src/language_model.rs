@@ -1,6 +1,5 @@
 //! The common interface of this crate's decoders: tokens in, blocks on one residual stream, logits out.
 
-use std::ops::Range;
 use std::{iter, slice};
 
 use burn::module::Module;
@@ -10,6 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fsdp_kernels::cross_entropy;
 
 use crate::key_values::{Continuation, KeyValueCache, KeyValues};
+use crate::positions::{InputTokens, Positions};
 use crate::targets::Targets;
 
 /// A decoder: an embedding, blocks that each add to one residual stream, and a head.
@@ -24,13 +24,11 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// Returns the blocks, in order.
     fn blocks(&self) -> &[Self::Block];
 
-    /// Returns the shared values for tokens `[batch, time]`. `positions` are those along `time`, in parts that each
-    /// end at the end of a sequence.
-    fn shared(&self, batch: usize, positions: &[Range<usize>], device: &Device) -> Self::Shared;
+    /// Returns the shared values for tokens `[batch, time]` at these positions.
+    fn shared(&self, batch: usize, positions: Positions<'_>, device: &Device) -> Self::Shared;
 
-    /// Returns the stream before the first block, `[batch * time, dim]`, for tokens `[batch, time]`. `positions` are as
-    /// in [`shared`](Self::shared).
-    fn embed(&self, tokens: Tensor<2, Int>, positions: &[Range<usize>]) -> Tensor<2>;
+    /// Returns the stream before the first block, `[batch * time, dim]`, for tokens `[batch, time]` at these positions.
+    fn embed(&self, tokens: Tensor<2, Int>, positions: Positions<'_>) -> Tensor<2>;
 
     /// Returns the residual stream `[batch * time, dim]` after a block. With a cache, `x` is the stream of new tokens,
     /// which also attend to cached tokens.
@@ -51,7 +49,8 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     }
 
     /// Returns the mean cross entropy of the targets, in nats, `[1]`. Tokens and targets are `[batch, time]`. If the
-    /// targets have [weights](Targets::weighted), each cross entropy is multiplied by its weight first. `run` runs each
+    /// targets have [weights](Targets::weighted), each cross entropy is multiplied by its weight first. If the tokens have
+    /// [positions](InputTokens::in_documents), documents that share a sequence are computed separately. `run` runs each
     /// block: it calls [`run_block`](Self::run_block) and may add to it.
     ///
     /// 16-bit logits are widened to 32 bits before the logarithm.
@@ -61,7 +60,7 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// If a token is not below the vocabulary size, or the sequences are longer than the model's maximum.
     fn loss_by(
         &self,
-        tokens: Tensor<2, Int>,
+        tokens: impl Into<InputTokens>,
         targets: impl Into<Targets>,
         run: impl Fn(&Self::Block, Tensor<2>, &Self::Shared) -> Tensor<2>,
     ) -> Tensor<1> {
@@ -98,12 +97,16 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// As [`loss_by`](Self::loss_by).
     fn logits_by(
         &self,
-        tokens: Tensor<2, Int>,
+        tokens: impl Into<InputTokens>,
         run: impl Fn(&Self::Block, Tensor<2>, &Self::Shared) -> Tensor<2>,
     ) -> Tensor<2> {
+        let InputTokens { tokens, positions } = tokens.into();
         let [batch, time] = tokens.dims();
-        let positions = 0..time;
-        let positions = slice::from_ref(&positions);
+        let whole = 0..time;
+        let positions = match &positions {
+            Some(positions) => Positions::Documents(positions),
+            None => Positions::Runs(slice::from_ref(&whole)),
+        };
         let shared = self.shared(batch, positions, &tokens.device());
         let mut x = self.embed(tokens, positions);
         for block in self.blocks() {
@@ -118,7 +121,7 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
     /// # Panics
     ///
     /// As [`loss_by`](Self::loss_by).
-    fn mean_loss(&self, tokens: Tensor<2, Int>, targets: impl Into<Targets>) -> Tensor<1> {
+    fn mean_loss(&self, tokens: impl Into<InputTokens>, targets: impl Into<Targets>) -> Tensor<1> {
         self.loss_by(tokens, targets, |block, x, shared| {
             Self::run_block(block, x, shared, None)
         })
@@ -168,8 +171,9 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
         }
         let tokens = Tensor::cat(rows, 1);
         let device = tokens.device();
-        let shared = self.shared(1, &positions, &device);
-        let mut x = self.embed(tokens, &positions);
+        let positions = Positions::Runs(&positions);
+        let shared = self.shared(1, positions, &device);
+        let mut x = self.embed(tokens, positions);
         for (index, block) in self.blocks().iter().enumerate() {
             let mut cached = KeyValues::take(index, &mut continuations);
             x = Self::run_block(block, x, &shared, Some(&mut cached));

@@ -1,7 +1,5 @@
 //! The Llama.
 
-use std::ops::Range;
-
 use burn::module::Module;
 use burn::nn::{Embedding, Linear};
 use burn::tensor::{Device, Int, Tensor};
@@ -11,6 +9,7 @@ use crate::key_values::{KeyValues, capped};
 use crate::llama_block::{LlamaBlock, LlamaShared, linear};
 use crate::llama_config::INIT_STD;
 use crate::norm::Norm;
+use crate::positions::Positions;
 use crate::{LanguageModel, LlamaConfig, ModelError};
 
 /// A decoder with rotary positions, pre-norm blocks with grouped key and value heads, and a head that is either
@@ -117,7 +116,7 @@ impl LanguageModel for Llama {
         &self.layers
     }
 
-    fn shared(&self, batch: usize, positions: &[Range<usize>], device: &Device) -> LlamaShared {
+    fn shared(&self, batch: usize, positions: Positions<'_>, device: &Device) -> LlamaShared {
         LlamaShared::new(&self.sizes, batch, positions, device)
     }
 
@@ -126,7 +125,7 @@ impl LanguageModel for Llama {
         scaling.epoch([length, self.sizes.seq])
     }
 
-    fn embed(&self, tokens: Tensor<2, Int>, _positions: &[Range<usize>]) -> Tensor<2> {
+    fn embed(&self, tokens: Tensor<2, Int>, _positions: Positions<'_>) -> Tensor<2> {
         let x = self.tok_embeddings.forward(tokens).flatten(0, 1);
         if self.sizes.variant.family.scales_embeddings() {
             x.mul_scalar((self.sizes.dim as f64).sqrt())

@@ -1,7 +1,5 @@
 //! A block of a Llama.
 
-use std::ops::Range;
-
 use burn::module::Module;
 use burn::nn::{Initializer, Linear};
 use burn::tensor::activation::{gelu_approximate, relu, sigmoid, silu};
@@ -11,10 +9,11 @@ use burn_fsdp_kernels::{causal_attention, gelu};
 use crate::LlamaConfig;
 use crate::family::FusedOrder;
 use crate::initial::InitialValues;
-use crate::key_values::{Heads, KeyValues, Scores};
+use crate::key_values::{Heads, KeyValues, Scores, attend_within};
 use crate::llama_config::INIT_STD;
 use crate::llama_variant::Activation;
 use crate::norm::Norm;
+use crate::positions::{DocumentParts, Positions};
 use crate::rotary::Rotary;
 
 /// A transformer block: attention and an MLP. Each follows a norm and is added to the residual stream.
@@ -69,13 +68,15 @@ pub struct LlamaShared {
     rotary: Rotary,
     /// The positions in layers with a sliding window, if they differ.
     local: Option<Rotary>,
+    /// The documents of the sequences, if they have several.
+    documents: Option<DocumentParts>,
 }
 
 impl LlamaShared {
     pub(crate) fn new(
         sizes: &LlamaConfig,
         batch: usize,
-        positions: &[Range<usize>],
+        positions: Positions<'_>,
         device: &Device,
     ) -> Self {
         let local = Rotary::local(sizes, positions, device);
@@ -84,6 +85,7 @@ impl LlamaShared {
             batch,
             rotary,
             local,
+            documents: DocumentParts::of(positions),
         }
     }
 }
@@ -202,7 +204,7 @@ impl LlamaBlock {
         };
         let attended = match cache {
             Some(cache) => cache.attend(new, scores),
-            None => self.attend_all(new, scores, shared.batch),
+            None => self.attend_all(new, scores, shared),
         };
         self.wo.forward(attended)
     }
@@ -253,13 +255,25 @@ impl LlamaBlock {
     }
 
     /// Computes the attention over whole sequences.
-    fn attend_all(&self, new: Heads, scores: Scores, batch: usize) -> Tensor<2> {
-        let sizes = &self.form.sizes;
+    fn attend_all(&self, new: Heads, scores: Scores, shared: &LlamaShared) -> Tensor<2> {
         let time = new.queries.dims()[1];
-        let is_cut = scores.window.is_some_and(|window| window < time);
-        if is_cut || scores.softcap.is_some() {
-            return KeyValues::default().attend(new, scores);
+        let window = scores.window.filter(|window| *window < time);
+        let heads = self.form.sizes.heads;
+        match &shared.documents {
+            Some(documents) if scores.softcap.is_some() => {
+                attend_within(new, scores, documents.hidden(window))
+            }
+            Some(documents) => documents.attend(self.packed(new, scores), heads, window),
+            None if window.is_some() || scores.softcap.is_some() => {
+                KeyValues::default().attend(new, scores)
+            }
+            None => causal_attention(self.packed(new, scores), shared.batch, heads),
         }
+    }
+
+    /// Returns queries, keys and values side by side, as the kernels expect them: `[batch * time, 3 * dim]`.
+    fn packed(&self, new: Heads, scores: Scores) -> Tensor<2> {
+        let sizes = &self.form.sizes;
         let group = sizes.heads / sizes.kv_heads;
         let (keys, values) = (repeat(new.keys, group), repeat(new.values, group));
         // The kernel's scale follows from the number of elements of a head.
@@ -271,7 +285,7 @@ impl LlamaBlock {
             None => new.queries,
         };
         let parts = [queries, keys, values].map(merge);
-        causal_attention(Tensor::cat(parts.to_vec(), 1), batch, sizes.heads)
+        Tensor::cat(parts.to_vec(), 1)
     }
 }
 

@@ -5,22 +5,22 @@ use std::ops::Range;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use crate::LlamaConfig;
+use crate::positions::Positions;
 use crate::rope_scaling::RopeScaling;
 
 /// Rotary positions. The two halves of the rotated part of a head are the coordinates of points in planes, and a
 /// token's position rotates each plane by a different angle.
 #[derive(Debug, Clone)]
 pub(crate) struct Rotary {
-    /// `[1, time, 1, rotated_dim / 2]`.
+    /// `[batch or 1, time, 1, rotated_dim / 2]`.
     cos: Tensor<4>,
-    /// `[1, time, 1, rotated_dim / 2]`.
+    /// `[batch or 1, time, 1, rotated_dim / 2]`.
     sin: Tensor<4>,
 }
 
 impl Rotary {
-    /// Computes the rotations of these positions. Each part ends where its sequence ends. Plane `i` of `n` rotates by
-    /// `base^(-i / n)` per token, before scaling.
-    pub(crate) fn new(config: &LlamaConfig, positions: &[Range<usize>], device: &Device) -> Self {
+    /// Computes the rotations of these positions. Plane `i` of `n` rotates by `base^(-i / n)` per token, before scaling.
+    pub(crate) fn new(config: &LlamaConfig, positions: Positions<'_>, device: &Device) -> Self {
         let (base, scaling) = (config.rope_base, config.variant.rope_scaling);
         Self::of(config, (base, scaling), positions, device)
     }
@@ -28,7 +28,7 @@ impl Rotary {
     /// Computes the rotations in layers with a sliding window, if they differ.
     pub(crate) fn local(
         config: &LlamaConfig,
-        positions: &[Range<usize>],
+        positions: Positions<'_>,
         device: &Device,
     ) -> Option<Self> {
         let plain = (config.variant.local_rope_base?, RopeScaling::None);
@@ -38,7 +38,7 @@ impl Rotary {
     fn of(
         config: &LlamaConfig,
         (base, scaling): (usize, RopeScaling),
-        positions: &[Range<usize>],
+        positions: Positions<'_>,
         device: &Device,
     ) -> Self {
         let planes = config.rotated_dim() / 2;
@@ -61,8 +61,17 @@ impl Rotary {
             }
         };
         // The speeds may depend on the length of the sequence.
-        let angles = |part: &Range<usize>| index(part, [1, part.len(), 1, 1]) * speeds(part.end);
-        let angles = Tensor::cat(positions.iter().map(angles).collect(), 1);
+        let angles = match positions {
+            Positions::Runs(parts) => {
+                let angles =
+                    |part: &Range<usize>| index(part, [1, part.len(), 1, 1]) * speeds(part.end);
+                Tensor::cat(parts.iter().map(angles).collect(), 1)
+            }
+            Positions::Documents(positions) => {
+                let [batch, time] = positions.dims();
+                positions.clone().reshape([batch, time, 1, 1]).float() * speeds(time)
+            }
+        };
         let (cos, sin) = (angles.clone().cos(), angles.sin());
         let amplitude = scaling.amplitude();
         if amplitude == 1.0 {

@@ -146,6 +146,8 @@ pub struct Rows {
     targets: Vec<i64>,
     /// A weight for each target, if they differ.
     weights: Option<Vec<f32>>,
+    /// The position of each input in its document, if a row has several.
+    positions: Option<Vec<i64>>,
     num_rows: usize,
 }
 
@@ -192,6 +194,7 @@ impl Batches {
             inputs: tokens(0),
             targets: tokens(1),
             weights: None,
+            positions: None,
             num_rows: starts.len(),
         }
     }
@@ -205,6 +208,7 @@ impl Rows {
             inputs,
             targets,
             weights: None,
+            positions: None,
             num_rows,
         }
     }
@@ -214,6 +218,14 @@ impl Rows {
     pub fn weighted(self, weights: Vec<f32>) -> Self {
         let weights = Some(weights);
         Self { weights, ..self }
+    }
+
+    /// Sets the position of each input in its document, row after row. They must be as many as the inputs. The documents
+    /// of a row are then computed separately.
+    #[must_use]
+    pub fn in_documents(self, positions: Vec<i64>) -> Self {
+        let positions = Some(positions);
+        Self { positions, ..self }
     }
 
     /// Returns the number of targets that count in the loss: those whose weight is not zero.
@@ -242,6 +254,17 @@ impl Rows {
             Tensor::from_data(TensorData::new(tokens.to_vec(), self.shape()), device)
         };
         (tensor(&self.inputs), tensor(&self.targets))
+    }
+
+    /// Returns the positions of the inputs in their documents as a tensor `[rows, seq]`, or `None` if a row is one
+    /// document.
+    #[must_use]
+    pub fn positions_on(&self, device: &Device) -> Option<Tensor<2, Int>> {
+        let positions = self.positions.clone()?;
+        Some(Tensor::from_data(
+            TensorData::new(positions, self.shape()),
+            device,
+        ))
     }
 
     /// Returns the weights of the targets as a tensor `[rows, seq]`, or `None` if all count alike.

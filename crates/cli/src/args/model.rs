@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
 
 use super::headings::FINE_TUNING;
 use super::lora::LoraArgs;
@@ -59,6 +60,19 @@ pub(crate) enum TrainedModelArg {
     Gpt2,
 }
 
+/// How documents share sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum PackingArg {
+    /// Several documents in a sequence. Each is computed as if it were alone: attention does not see the others, and
+    /// positions start from 0
+    Documents,
+    /// Texts follow each other without gaps. Attention sees the texts before, and positions run on
+    Joined,
+    /// One document in a sequence, followed by padding
+    Single,
+}
+
 /// The formats of documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DataFormat {
@@ -107,8 +121,8 @@ pub(crate) struct DataArgs {
     pub(crate) text_field: Option<String>,
     /// Field with the prompt of a document in JSONL or Parquet; with --completion-field
     ///
-    /// The loss is the mean over the tokens of the completions, and the tokens after them. Each sequence contains one
-    /// document; longer documents are divided.
+    /// The loss is the mean over the tokens of the completions, and the tokens after them. Documents that are longer than
+    /// a sequence are divided.
     #[arg(
         long,
         value_name = "FIELD",
@@ -130,7 +144,7 @@ pub(crate) struct DataArgs {
     ///
     /// Each message has a `role` and a `content`. The chat template beside the tokenizer renders them:
     /// chat_template.jinja, or `chat_template` in tokenizer_config.json. The loss is the mean over the tokens that the
-    /// assistant writes. Each sequence contains one chat; longer chats are divided.
+    /// assistant writes. Chats that are longer than a sequence are divided.
     #[arg(
         long,
         value_name = "FIELD",
@@ -139,6 +153,18 @@ pub(crate) struct DataArgs {
         hide_short_help = true
     )]
     pub(crate) chat_field: Option<String>,
+    /// How documents share sequences [default: documents, or as in the step of --resume]
+    ///
+    /// `joined` conflicts with --prompt-field and --chat-field.
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PACKING",
+        requires = "data",
+        conflicts_with = "synthetic",
+        hide_short_help = true
+    )]
+    pub(crate) packing: Option<PackingArg>,
     /// Path of a tokenizer.json, or `bytes` for one token per byte [default: --init's tokenizer.json, else bytes]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
     pub(crate) tokenizer: Option<TokenizerArg>,

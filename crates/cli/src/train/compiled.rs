@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::backend::Flex;
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp::compile::{CompiledStep, Evaluation, LossScaling, Mode, Options, load_compiled};
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::internals::checkpoint::{Step, TrainingSnapshot};
@@ -28,7 +28,7 @@ use crate::adapters::{AdapterSizes, Adapters, is_saved};
 use crate::console;
 use crate::error::{InputError, RankError};
 use crate::train::config::TrainConfig;
-use crate::train::feed::{Feed, Tokens, tokens_of};
+use crate::train::feed::{Feed, Tokens, tokens_of, tokens_of_shape};
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
@@ -117,11 +117,8 @@ fn traced<A: Architecture>(
     (step, learning_rate): (OptimizerStep, f64),
 ) -> Result<Graph, RankError> {
     let (seed, adapters) = (config.seed, config.adapter_sizes().cloned());
-    let weighted = config.data.has_weights();
+    let batch = tokens_of_shape(shape, config.data.beside_tokens());
     sizes.validate()?;
-    // One element, expanded to the full shape: only the shape and the element type are used.
-    let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
-    let tokens = || one().expand(shape);
     let init = move |device: &Device| lazy(sizes, adapters.as_ref(), device, seed);
     let optimizer = config.optimizer.groups();
     let config = TraceConfig {
@@ -130,8 +127,6 @@ fn traced<A: Architecture>(
         precision: config.sharding.precision.clone(),
         scales_loss: config.step.scales_loss,
     };
-    let weights = weighted.then(|| one().float().cast(DType::F32).expand(shape));
-    let batch = (tokens(), (tokens(), weights));
     let graph = trace(init, loss::<A::Model>, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::internals::checkpoint::TrainingState;
 use burn_fsdp::internals::testing::Fault;
 use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::ModelConfig;
@@ -21,6 +22,7 @@ use crate::error::InputError;
 use crate::output;
 use crate::train::checks::{check_compiled, check_memory, check_reduction, check_size};
 use crate::train::data::Data;
+use crate::train::documents;
 use crate::train::fault;
 use crate::train::metrics::MetricFiles;
 use crate::train::ranks::Ranks;
@@ -28,7 +30,7 @@ use crate::train::recipe::Recipe;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
-use crate::train::settings::{Division, Settings, tokenizer_of};
+use crate::train::settings::{Division, Settings, packing_of, tokenizer_of};
 use crate::train::sizes;
 use crate::weights;
 
@@ -133,7 +135,10 @@ pub(crate) struct StepConfig {
 
 impl TrainConfig {
     /// Resolves and checks all arguments. Cheap checks come first, and disk access comes last.
-    pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
+    pub(crate) fn from_args(mut args: TrainArgs) -> Result<Self, InputError> {
+        if documents::are_meant(&args.data) && args.data.packing.is_none() {
+            args.data.packing = saved(&args.checkpoint).and_then(|step| packing_of(&step));
+        }
         let check = args.sharding.check.check(args.output.operations.is_some());
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
@@ -338,12 +343,15 @@ fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
 
 /// Returns true if the step that a run resumes from was trained on bytes.
 fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
-    let folder = args
-        .checkpoint_dir
-        .as_ref()
-        .filter(|_| args.resume.is_some());
-    let newest = folder.and_then(|folder| Checkpoints::new(folder).newest().ok());
-    newest.is_some_and(|step| tokenizer_of(&step.index().training).is_none())
+    saved(args).is_some_and(|step| tokenizer_of(&step).is_none())
+}
+
+/// Returns what the newest step says about its training, if the run resumes and the step can be read.
+fn saved(args: &CheckpointArgs) -> Option<TrainingState> {
+    let folder = args.checkpoint_dir.as_ref();
+    let folder = folder.filter(|_| args.resume.is_some())?;
+    let newest = Checkpoints::new(folder).newest().ok()?;
+    Some(newest.index().training.clone())
 }
 
 /// Reads the fault that the environment requests.

@@ -9,7 +9,7 @@ use burn_fsdp_models::{
 use crate::args::TrainArgs;
 use crate::codec::{self, Chosen};
 use crate::error::InputError;
-use crate::train::documents::{self, Documents};
+use crate::train::documents::{self, BesideTokens, Documents};
 use crate::train::feed::Feed;
 use crate::train::own_files::OwnFiles;
 
@@ -184,6 +184,7 @@ impl Data {
             .filter(|_| documents::are_meant(&args.data))
         {
             let warnings = chosen.warnings(args.model.init.as_ref().map(|_| model));
+            documents::check_packing(&args.data, model, args.model.seq)?;
             let documents = Documents::open(args, path, chosen.codec, warnings)?;
             return Ok(Self::Documents(Box::new(documents)));
         }
@@ -254,9 +255,10 @@ impl Data {
         }
     }
 
-    /// Returns true if the targets of a batch have weights.
-    pub(crate) fn has_weights(&self) -> bool {
-        self.documents().is_some_and(Documents::has_weights)
+    /// Returns the tensors of a batch beside the tokens.
+    pub(crate) fn beside_tokens(&self) -> BesideTokens {
+        let documents = self.documents();
+        documents.map(Documents::beside_tokens).unwrap_or_default()
     }
 
     /// Returns the documents, if these are the data.

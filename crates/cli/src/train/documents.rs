@@ -13,7 +13,7 @@ use burn_fsdp_data::{
 use burn_fsdp_models::{ModelConfig, Rows, TextCodec};
 use serde_json::{Value, json};
 
-use crate::args::{DataArgs, DataFormat, TrainArgs};
+use crate::args::{DataArgs, DataFormat, PackingArg, TrainArgs};
 use crate::codec;
 use crate::error::InputError;
 use crate::output;
@@ -40,8 +40,18 @@ pub(crate) struct Documents {
     /// Warnings about the tokens.
     pub(crate) warnings: Vec<String>,
     fields: Fields,
+    pub(crate) packing: PackingArg,
     batch: usize,
     shared: Mutex<Shared>,
+}
+
+/// The tensors of a batch beside the tokens.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct BesideTokens {
+    /// The positions of the inputs in their documents.
+    pub(crate) positions: bool,
+    /// The weights of the targets.
+    pub(crate) weights: bool,
 }
 
 /// The training stream, which is read by the first rank that needs a step.
@@ -132,7 +142,9 @@ pub(crate) fn are_meant(args: &DataArgs) -> bool {
         &args.completion_field,
         &args.chat_field,
     ];
-    let has_flag = args.data_format.is_some() || names_a_field.iter().any(|field| field.is_some());
+    let has_flag = args.data_format.is_some()
+        || args.packing.is_some()
+        || names_a_field.iter().any(|field| field.is_some());
     has_flag || has_extension(path) || is_glob()
 }
 
@@ -163,7 +175,8 @@ impl Documents {
             DataFormat::Parquet => Format::Parquet,
         });
         config.fields = fields.clone();
-        config.packing = packing_of(&fields);
+        let packing = chosen(&args.data);
+        config.packing = packing_of(packing, &fields);
         config.seed = args.model.seed;
         config.held_out = HELD_OUT;
         let end = end_of_text(args)?;
@@ -213,6 +226,7 @@ impl Documents {
             held_out,
             warnings,
             fields,
+            packing,
             batch,
             shared: Mutex::new(shared),
         })
@@ -263,7 +277,7 @@ impl Documents {
         let (all, own) = found.ok_or_else(|| DataError::Position {
             problem: format!("the rows of step {step} are no longer in memory"),
         })?;
-        Ok(rows_of(own, self.weight_in(all)))
+        Ok(rows_of(own, self.weight_in(all), self.packing))
     }
 
     /// Returns the rows of an evaluation. Their weights make the loss a mean over the learned targets of these rows.
@@ -272,7 +286,7 @@ impl Documents {
         let last = self.held_out.len().saturating_sub(rows.len());
         let start = rows.start.min(last);
         let found = &self.held_out[start..(start + rows.len()).min(self.held_out.len())];
-        rows_of(found, self.weight_in(found))
+        rows_of(found, self.weight_in(found), self.packing)
     }
 
     /// Returns the weight of each learned target, if not all targets are learned. The loss is a mean over the targets of
@@ -290,8 +304,16 @@ impl Documents {
     }
 
     /// Returns true if the targets have weights, because only some are learned.
-    pub(crate) fn has_weights(&self) -> bool {
-        packing_of(&self.fields) != Packing::FullSequences
+    fn has_weights(&self) -> bool {
+        packing_of(self.packing, &self.fields) != Packing::FullSequences
+    }
+
+    /// Returns the tensors of a batch beside the tokens.
+    pub(crate) fn beside_tokens(&self) -> BesideTokens {
+        BesideTokens {
+            positions: self.packing == PackingArg::Documents,
+            weights: self.has_weights(),
+        }
     }
 
     /// Returns the position after a number of steps.
@@ -303,14 +325,19 @@ impl Documents {
 
     /// Returns the start of a held-out document for a sample: at most the tokens before the first that is learned.
     pub(crate) fn prompt(&self, len: usize) -> Option<Vec<i64>> {
-        let first = self.held_out.first()?;
-        let end = if self.has_weights() {
-            1 + first.learned.iter().position(|learned| *learned)?
-        } else {
-            first.inputs.len()
-        };
-        let prompt = first.inputs.iter().take(end.min(len));
-        Some(prompt.map(|token| i64::from(*token)).collect())
+        let row = self.held_out.first()?;
+        let learned = row.learned.iter().position(|learned| *learned)?;
+        let (is_text, document) = (
+            matches!(self.fields, Fields::Text(_)),
+            row.segments[learned],
+        );
+        let is_joined = self.packing == PackingArg::Joined;
+        let prompt = row.inputs.iter().enumerate().filter(|(index, _)| {
+            let is_own = is_joined || row.segments[*index] == document;
+            is_own && (is_text || *index <= learned)
+        });
+        let prompt = prompt.map(|(_, token)| i64::from(*token));
+        Some(prompt.take(len).collect())
     }
 
     /// Identifies the files and the field, but not their paths.
@@ -330,12 +357,49 @@ impl fmt::Display for Documents {
     }
 }
 
-/// Returns how documents share sequences. Where only a part of a document is learned, a sequence has one document, so that
-/// an answer depends on its own prompt alone. The rest is padding, which nothing before it attends to.
-fn packing_of(fields: &Fields) -> Packing {
-    match fields {
-        Fields::Text(_) => Packing::FullSequences,
-        _ => Packing::OneDocument,
+/// Returns how documents share sequences.
+fn chosen(args: &DataArgs) -> PackingArg {
+    args.packing.unwrap_or(PackingArg::Documents)
+}
+
+/// Rejects a packing that the documents or the model do not support.
+pub(crate) fn check_packing(
+    args: &DataArgs,
+    model: &ModelConfig,
+    seq: usize,
+) -> Result<(), InputError> {
+    let (packing, fields) = (chosen(args), fields_of(args));
+    let second = match fields {
+        Fields::Completion { .. } => "--prompt-field",
+        Fields::Chat(_) => "--chat-field",
+        _ => "",
+    };
+    if packing == PackingArg::Joined && !second.is_empty() {
+        return Err(InputError::Excludes {
+            first: "--packing joined",
+            second,
+            reason: "an answer would depend on other documents; use --packing documents or single",
+        });
+    }
+    if packing == PackingArg::Documents && model.depends_on_length(seq) {
+        return Err(InputError::Excludes {
+            first: "--packing documents",
+            second: "this --seq and `rope_scaling` in config.json of --init",
+            reason: "sequences within its `original_max_position_embeddings` are rotated unlike longer ones; use a --seq \
+                     up to that number, or --packing single or joined",
+        });
+    }
+    Ok(())
+}
+
+/// Returns how the stream packs documents. A text may continue in the next sequence, and nothing is padded. Where only a
+/// part of a document is learned, the rest of an answer would lose its prompt, so only documents longer than a sequence
+/// are divided.
+fn packing_of(packing: PackingArg, fields: &Fields) -> Packing {
+    match (packing, fields) {
+        (PackingArg::Single, _) => Packing::OneDocument,
+        (_, Fields::Text(_)) => Packing::FullSequences,
+        _ => Packing::WholeDocuments,
     }
 }
 
@@ -394,7 +458,7 @@ fn end_of_text(args: &TrainArgs) -> Result<Option<u32>, InputError> {
 }
 
 /// Converts sequences. `weight` is the weight of each learned target; if it is `None`, all targets count alike.
-fn rows_of(sequences: &[Sequence], weight: Option<f32>) -> Rows {
+fn rows_of(sequences: &[Sequence], weight: Option<f32>, packing: PackingArg) -> Rows {
     let all = |part: fn(&Sequence) -> &[u32]| -> Vec<i64> {
         sequences
             .iter()
@@ -407,6 +471,10 @@ fn rows_of(sequences: &[Sequence], weight: Option<f32>) -> Rows {
         all(|row| &row.targets),
         sequences.len(),
     );
+    let rows = match packing {
+        PackingArg::Documents => rows.in_documents(all(|row| &row.positions)),
+        PackingArg::Joined | PackingArg::Single => rows,
+    };
     let Some(weight) = weight else {
         return rows;
     };

@@ -2,19 +2,35 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fsdp_data::DataError;
 use burn_fsdp_models::{Batches, Rows};
 
-use crate::train::documents::Documents;
+use crate::train::documents::{BesideTokens, Documents};
 
-/// Input tokens `[rows, seq]`, their targets, and the weights of the targets if they have any.
-pub(crate) type Tokens = (Tensor<2, Int>, (Tensor<2, Int>, Option<Tensor<2>>));
+/// Input tokens `[rows, seq]` and their targets. The inputs have positions if rows have several documents, and the targets
+/// have weights if only some are learned.
+pub(crate) type Tokens = (
+    (Tensor<2, Int>, Option<Tensor<2, Int>>),
+    (Tensor<2, Int>, Option<Tensor<2>>),
+);
+
+/// Returns a batch of this shape for a trace. Each tensor is one element, expanded to the full shape, because only shapes
+/// and element types are used.
+pub(crate) fn tokens_of_shape(shape: [usize; 2], beside: BesideTokens) -> Tokens {
+    let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
+    let tokens = || one().expand(shape);
+    let positions = beside.positions.then(tokens);
+    let weights = || one().float().cast(DType::F32).expand(shape);
+    let weights = beside.weights.then(weights);
+    ((tokens(), positions), (tokens(), weights))
+}
 
 /// Converts rows to tensors on a device.
 pub(crate) fn tokens_of(rows: &Rows, device: &Device) -> Tokens {
     let (inputs, targets) = rows.to_tensors(device);
-    (inputs, (targets, rows.weights_on(device)))
+    let (positions, weights) = (rows.positions_on(device), rows.weights_on(device));
+    ((inputs, positions), (targets, weights))
 }
 
 /// Batches for training or evaluation.

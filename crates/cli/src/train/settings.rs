@@ -5,7 +5,7 @@ use burn_fsdp::internals::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{
-    CheckpointArgs, DataArgs, Float, LrSchedule, ModelArgs, OptimizerName, OutputArgs,
+    CheckpointArgs, DataArgs, Float, LrSchedule, ModelArgs, OptimizerName, OutputArgs, PackingArg,
     ShardingArgs, TrainArgs, TrainingArgs,
 };
 use crate::error::InputError;
@@ -22,12 +22,31 @@ const DATA: &str = "data";
 /// Name of the setting that identifies the tokenizer, `null` for bytes.
 const TOKENIZER: &str = "tokenizer";
 
+/// The flag for how documents share sequences.
+const PACKING: &str = "--packing";
+
 /// The flag for the type in which gradients are reduced.
 const REDUCE_DTYPE: &str = "--reduce-dtype";
 
 /// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and if the step does not specify it.
 pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
     saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
+}
+
+/// Returns how documents shared sequences before a step was saved; `None` for a step that was not trained on documents.
+pub(crate) fn packing_of(saved: &TrainingState) -> Option<PackingArg> {
+    let position = saved.sections.get(documents::SECTION)?;
+    let settings = saved.sections.get(SECTION);
+    if let Some(packing) = settings.and_then(|settings| settings.get(PACKING)) {
+        return serde_json::from_value(packing.clone()).ok();
+    }
+    // Earlier versions had no choice.
+    let of_stream = position.get("settings")?.get("the packing")?;
+    Some(if of_stream == "OneDocument" {
+        PackingArg::Single
+    } else {
+        PackingArg::Joined
+    })
 }
 
 /// The sharding of a step over the ranks, as resolved from the flags.
@@ -72,6 +91,8 @@ impl Settings {
         all.extend(of_sums(sharding, division));
         all.insert(DATA.to_owned(), json!(data.identity()));
         all.insert(TOKENIZER.to_owned(), json!(data.tokenizer()));
+        let documents = data.documents();
+        all.extend(documents.map(|of| (PACKING.to_owned(), json!(of.packing))));
         no_number_depends_on(of_data, checkpoint, output);
         Self(all, json!(data.former_tokenizer()))
     }
@@ -109,7 +130,8 @@ impl Settings {
             _ => older(saved),
         };
         // There was only one optimizer in earlier versions.
-        let was = with_former_optimizer(was);
+        let mut was = with_former_optimizer(was);
+        was.extend(packing_of(saved).map(|packing| (PACKING.to_owned(), json!(packing))));
         let rounds = is_rounded(&self.0) || is_rounded(&was);
         let own = self.0.iter();
         let own = own.filter(|(name, _)| rounds || !OF_SUMS.contains(&name.as_str()));
@@ -266,6 +288,8 @@ fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &O
         prompt_field: _,
         completion_field: _,
         chat_field: _,
+        // Resolved, from the documents.
+        packing: _,
         tokenizer: _,
         synthetic: _,
         eval_every: _,

@@ -17,14 +17,14 @@ use crate::hugging_face::{
 use crate::skipped::python;
 
 /// The vocabulary size of all folders.
-const VOCAB: usize = 40;
+pub(crate) const VOCAB: usize = 40;
 
 fn source() -> PathBuf {
     crate_folder().join("../models/tests/models/families")
 }
 
 /// Returns a folder with copies of the folders of transformers, and their names. Each has a tokenizer of words.
-fn folders() -> (Folder, Vec<String>) {
+pub(crate) fn folders() -> (Folder, Vec<String>) {
     let folder = Folder::new();
     let mut names = Vec::new();
     for entry in fs::read_dir(source()).expect("a folder of folders") {
@@ -48,7 +48,7 @@ fn folders() -> (Folder, Vec<String>) {
 }
 
 /// Returns a tokenizer of the words `w0` to `w39`.
-fn tokenizer() -> String {
+pub(crate) fn tokenizer() -> String {
     let vocab: BTreeMap<String, usize> = (0..VOCAB).map(|id| (format!("w{id}"), id)).collect();
     json!({
         "version": "1.0",
@@ -58,7 +58,7 @@ fn tokenizer() -> String {
     .to_string()
 }
 
-fn sizes(folder: &Folder, name: &str) -> LlamaConfig {
+pub(crate) fn sizes(folder: &Folder, name: &str) -> LlamaConfig {
     match ModelConfig::from_hugging_face(folder.path(name)) {
         Ok(ModelConfig::Llama(sizes)) => sizes,
         other => panic!("{name}: {other:?}"),

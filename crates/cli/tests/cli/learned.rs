@@ -114,10 +114,10 @@ impl Tokenizer for Characters {
 }
 
 /// Reads the documents in the order of the command.
-fn stream(path: &Path, fields: Fields, are_bytes: bool) -> [Stream; 2] {
+fn stream(path: &Path, fields: Fields, (are_bytes, packing): (bool, Packing)) -> [Stream; 2] {
     let mut config = DataConfig::new(path, SEQ);
     config.fields = fields;
-    config.packing = Packing::OneDocument;
+    config.packing = packing;
     config.seed = 3;
     config.held_out = 0.05;
     let dataset = Dataset::open(config, Arc::new(Characters { are_bytes })).expect("documents");
@@ -145,32 +145,42 @@ fn answered(rows: &[Sequence], are_bytes: bool) -> Vec<i64> {
     places
 }
 
+/// Returns the log probabilities of the targets of a row, `[SEQ]`. Each document of the row is computed alone.
+pub(crate) fn likelihoods<M: LanguageModel>(model: &M, row: &Sequence, on: &Device) -> Tensor<1> {
+    let documents = row.segments.chunk_by(|a, b| a == b);
+    let mut start = 0;
+    let each = documents.map(|document| {
+        let own = start..start + document.len();
+        start = own.end;
+        let tokens = |tokens: &[u32]| -> Tensor<2, Int> {
+            let tokens: Vec<_> = tokens.iter().map(|token| i64::from(*token)).collect();
+            let shape = [1, tokens.len()];
+            Tensor::from_data(TensorData::new(tokens, shape), on)
+        };
+        let logits = model.logits_by(tokens(&row.inputs[own.clone()]), |block, x, shared| {
+            M::run_block(block, x, shared, None)
+        });
+        let targets = tokens(&row.targets[own]).transpose();
+        log_softmax(logits, 1).gather(1, targets).squeeze_dim(1)
+    });
+    Tensor::cat(each.collect(), 0)
+}
+
 /// Returns the mean loss of the answers in rows.
 fn loss(model: &Gpt, rows: &[Sequence], are_bytes: bool, on: &Device) -> Tensor<1> {
-    let tokens = |part: fn(&Sequence) -> &Vec<u32>| -> Tensor<2, Int> {
-        let tokens = rows.iter().flat_map(part).map(|token| i64::from(*token));
-        let data = TensorData::new(tokens.collect::<Vec<_>>(), [rows.len(), SEQ]);
-        Tensor::from_data(data, on)
-    };
-    let inputs = tokens(|row| &row.inputs);
-    let logits = model.logits_by(inputs, |block, x, shared| {
-        Gpt::run_block(block, x, shared, None)
-    });
     let places = answered(rows, are_bytes);
     assert!(
-        places.len() < rows.len() * SEQ / 2,
-        "most targets are not answers"
+        places.len() < rows.len() * SEQ * 2 / 3,
+        "many targets are not answers"
     );
     let places: Tensor<1, Int> = Tensor::from_data(places.as_slice(), on);
-    let targets = tokens(|row| &row.targets).reshape([rows.len() * SEQ]);
-    let targets = targets.select(0, places.clone());
-    let likelihood = log_softmax(logits, 1).select(0, places);
-    likelihood.gather(1, targets.unsqueeze_dim(1)).mean().neg()
+    let all = rows.iter().map(|row| likelihoods(model, row, on));
+    Tensor::cat(all.collect(), 0).select(0, places).mean().neg()
 }
 
 /// Trains plain Burn on one rank. Returns the losses of the steps, and the loss of the held-out documents.
-fn plainly(path: &Path, fields: Fields, are_bytes: bool) -> (Vec<f64>, f64) {
-    let [mut training, mut held_out] = stream(path, fields, are_bytes);
+fn plainly(path: &Path, fields: Fields, (are_bytes, packing): (bool, Packing)) -> (Vec<f64>, f64) {
+    let [mut training, mut held_out] = stream(path, fields, (are_bytes, packing));
     let device = Device::flex().autodiff();
     let mut model = GPT.init(&device, 3).expect("valid sizes");
     let adamw = AdamWConfig::new().with_epsilon(0.01);
@@ -178,6 +188,9 @@ fn plainly(path: &Path, fields: Fields, are_bytes: bool) -> (Vec<f64>, f64) {
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         let rows = training.next_batch(ROWS, 0..ROWS).expect("rows");
+        let most = rows.iter().flat_map(|row| &row.segments).max();
+        let is_packed = most.is_some_and(|most| *most > 1);
+        assert_eq!(is_packed, packing == Packing::WholeDocuments);
         let loss = loss(&model, &rows, are_bytes, &device);
         losses.push(f64::from(loss.clone().into_scalar::<f32>()));
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
@@ -187,7 +200,7 @@ fn plainly(path: &Path, fields: Fields, are_bytes: bool) -> (Vec<f64>, f64) {
     while let Some(row) = held_out.next_batch(1, 0..1).expect("rows").pop() {
         rows.push(row);
     }
-    assert!(rows.len() > 3);
+    assert!(rows.len() > 2);
     let held_out = loss(&model, &rows, are_bytes, &device);
     (losses, f64::from(held_out.into_scalar::<f32>()))
 }
@@ -207,6 +220,12 @@ fn matches(folder: &Folder, flags: &str, (expected, held_out): &(Vec<f64>, f64))
         "{flags}: {evaluated} instead of {held_out}"
     );
 }
+
+/// Ways to pack, as the flag and in the stream.
+const PACKINGS: [(&str, Packing); 2] = [
+    ("", Packing::WholeDocuments),
+    ("--packing single", Packing::OneDocument),
+];
 
 const SETTINGS: [&str; 8] = [
     "--ranks 1",
@@ -228,10 +247,13 @@ fn completions_are_learned_and_prompts_are_not() {
     };
     let flags = "--data pairs.jsonl --prompt-field question --completion-field answer";
     for (are_bytes, tokenizer) in [(true, "bytes"), (false, "tokenizer.json")] {
-        let expected = plainly(&folder.path("pairs.jsonl"), fields.clone(), are_bytes);
-        for setting in SETTINGS {
-            let flags = format!("{flags} --tokenizer {tokenizer} {setting}");
-            matches(&folder, &flags, &expected);
+        for (flag, packing) in PACKINGS {
+            let path = folder.path("pairs.jsonl");
+            let expected = plainly(&path, fields.clone(), (are_bytes, packing));
+            for setting in SETTINGS {
+                let flags = format!("{flags} --tokenizer {tokenizer} {setting} {flag}");
+                matches(&folder, &flags, &expected);
+            }
         }
     }
 }
@@ -241,10 +263,16 @@ fn the_assistants_messages_are_learned() {
     let folder = with_documents();
     let fields = Fields::Chat("messages".to_owned());
     let flags = "--data chats.jsonl --chat-field messages --tokenizer tokenizer.json";
-    let expected = plainly(&folder.path("chats.jsonl"), fields, false);
-    for setting in SETTINGS {
-        matches(&folder, &format!("{flags} {setting}"), &expected);
-    }
+    let [packed, single] = PACKINGS.map(|(flag, packing)| {
+        let path = folder.path("chats.jsonl");
+        let expected = plainly(&path, fields.clone(), (false, packing));
+        for setting in SETTINGS {
+            matches(&folder, &format!("{flags} {setting} {flag}"), &expected);
+        }
+        expected
+    });
+    assert_ne!(packed, single);
+    let expected = packed;
     // The template may also be in the tokenizer's settings, among several.
     std::fs::remove_file(folder.path("chat_template.jinja")).expect("a file");
     let other = "{% for message in messages %}{{ message.content }} {% endfor %}";

@@ -39,6 +39,7 @@ mod old_steps;
 mod operations;
 mod optimizers;
 mod outputs;
+mod packing;
 mod pages;
 mod plan;
 #[cfg(feature = "mpi")]

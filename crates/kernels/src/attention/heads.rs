@@ -7,7 +7,7 @@ use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
 use super::factors::Factors;
-use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
+use super::mask::{CausalSoftmax, Codes, Firsts, Mask, MaskedSoftmax, SoftmaxGradient};
 use crate::fresh::added_parts;
 use crate::halves;
 use crate::matmul::{add_matmul, matmul};
@@ -54,6 +54,12 @@ enum Target<'a> {
 }
 
 impl Operands {
+    /// Restricts each query to keys from its first one.
+    pub(super) fn from_firsts(mut self, firsts: Firsts) -> Self {
+        self.mask = Mask::Documents(firsts);
+        self
+    }
+
     /// Splits the columns of packed operands, `[batch * time, 3 * dim]` in order.
     pub(super) fn packed(qkv: FlexTensor, batch: usize, heads: usize) -> Self {
         let shape = qkv.layout().shape();
@@ -101,12 +107,12 @@ impl Operands {
     }
 
     /// Returns the number of queries and of keys in a sequence.
-    pub(super) fn times(&self) -> [usize; 2] {
+    fn times(&self) -> [usize; 2] {
         [Part::Queries, Part::Keys].map(|part| self.dims(part)[1])
     }
 
     /// Returns the widths of a head of queries, keys and values.
-    pub(super) fn widths(&self) -> [usize; 3] {
+    fn widths(&self) -> [usize; 3] {
         [Part::Queries, Part::Keys, Part::Values].map(|part| self.dims(part)[3])
     }
 
@@ -139,10 +145,15 @@ impl Operands {
         view(&self.parts[part as usize], rows)
     }
 
+    /// Returns the shape of the attention output.
+    pub(super) fn output_dims(&self) -> [usize; 4] {
+        let ([time, _], [.., width]) = (self.times(), self.widths());
+        [self.batch(), time, self.heads(), width]
+    }
+
     /// Returns the attention output, `[batch, queries, heads, width]`.
     pub(super) fn forward(&self) -> FlexTensor {
-        let ([time, _], [.., width]) = (self.times(), self.widths());
-        let shape = [self.batch(), time, self.heads(), width];
+        let shape = self.output_dims();
         let leaves_out = self.may_leave_out(&[Part::Values], None);
         let [output] = by_sequence([&shape], self.dtype(), |sequence, [output]| {
             self.sequence(sequence).mix(output, leaves_out);
@@ -180,19 +191,9 @@ impl Operands {
     /// Returns the softmax of the scores of a block.
     fn probabilities(&self, block: &Range<usize>, leaves_out: bool) -> Probabilities {
         let fills = match &self.mask {
-            Mask::Causal => {
-                let keys = 0..block.end;
-                let mut tensor = self.scores(block, &keys);
-                vectorized(CausalSoftmax {
-                    scores: tensor.storage_mut(),
-                    queries: block.clone(),
-                    scale: self.scale,
-                });
-                return Probabilities {
-                    tensor,
-                    keys,
-                    codes: None,
-                };
+            Mask::Causal => return self.causal_probabilities(block, None),
+            Mask::Documents(firsts) => {
+                return self.causal_probabilities(block, Some(firsts.of_queries(block)));
             }
             Mask::Filled(fills) => fills,
         };
@@ -220,6 +221,30 @@ impl Operands {
             tensor,
             keys,
             codes: Some(codes),
+        }
+    }
+
+    /// Returns the softmax of the scores of a block, each query's up to its own key. Keys before the first one of every
+    /// query are skipped.
+    fn causal_probabilities(
+        &self,
+        block: &Range<usize>,
+        firsts: Option<&[usize]>,
+    ) -> Probabilities {
+        let start = firsts.and_then(|firsts| firsts.iter().min().copied());
+        let keys = start.unwrap_or(0)..block.end;
+        let mut tensor = self.scores(block, &keys);
+        vectorized(CausalSoftmax {
+            scores: tensor.storage_mut(),
+            queries: block.clone(),
+            keys: keys.clone(),
+            firsts,
+            scale: self.scale,
+        });
+        Probabilities {
+            tensor,
+            keys,
+            codes: None,
         }
     }
 

@@ -1,6 +1,7 @@
 //! The keys that a query attends to.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn_flex::FlexTensor;
 
@@ -13,8 +14,48 @@ use crate::vectors::Kernel;
 pub(super) enum Mask {
     /// A query attends to the keys up to its own position.
     Causal,
+    /// A query attends to the keys from its first one up to its own position.
+    Documents(Firsts),
     /// Masks that are applied in order. Where a mask is set, its number replaces the score.
     Filled(Vec<Fill>),
+}
+
+/// The first key that each query of a batch attends to, sequence after sequence. It is at most the query's own.
+#[derive(Clone, Debug)]
+pub(super) struct Firsts {
+    keys: Arc<[usize]>,
+    /// The first query of the sequence.
+    start: usize,
+    time: usize,
+}
+
+impl Firsts {
+    /// Returns the first keys of queries at these positions in their documents. `reach` is the number of keys that a
+    /// query attends to at most, including its own. The tensor may hold integers of any type.
+    pub(super) fn of(positions: &FlexTensor, time: usize, reach: Option<usize>) -> Self {
+        let data = positions.clone().into_data();
+        let before = reach.map_or(i64::MAX, |reach| reach.saturating_sub(1) as i64);
+        let first = |(index, position): (usize, i64)| {
+            let query = index % time.max(1);
+            query.saturating_sub(position.clamp(0, before) as usize)
+        };
+        Self {
+            keys: data.iter::<i64>().enumerate().map(first).collect(),
+            start: 0,
+            time,
+        }
+    }
+
+    fn of_sequence(&self, index: usize) -> Self {
+        let keys = self.keys.clone();
+        let (start, time) = (index * self.time, self.time);
+        Self { keys, start, time }
+    }
+
+    /// Returns the first keys of some queries of the sequence.
+    pub(super) fn of_queries(&self, queries: &Range<usize>) -> &[usize] {
+        &self.keys[self.start + queries.start..self.start + queries.end]
+    }
 }
 
 /// A mask and the number that replaces the scores where it is set.
@@ -44,6 +85,7 @@ impl Mask {
     pub(super) fn of_sequence(&self, index: usize) -> Self {
         match self {
             Self::Causal => Self::Causal,
+            Self::Documents(firsts) => Self::Documents(firsts.of_sequence(index)),
             Self::Filled(fills) => Self::Filled(fills.iter().map(|fill| fill.of(index)).collect()),
         }
     }
@@ -143,6 +185,9 @@ impl Fill {
 pub(super) struct CausalSoftmax<'a> {
     pub(super) scores: &'a mut [f32], // [heads, queries, keys]
     pub(super) queries: Range<usize>,
+    pub(super) keys: Range<usize>,
+    /// The first key of each query, if it is not the first of all.
+    pub(super) firsts: Option<&'a [usize]>,
     pub(super) scale: f32,
 }
 
@@ -151,13 +196,16 @@ impl Kernel for CausalSoftmax<'_> {
 
     #[inline(always)]
     fn run(self) {
-        let num_keys = self.queries.end;
-        for head in self.scores.chunks_exact_mut(self.queries.len() * num_keys) {
-            let rows = head.chunks_exact_mut(num_keys);
-            for (row, query) in rows.zip(self.queries.clone()) {
-                let (past, future) = row.split_at_mut(query + 1);
+        let (start, width) = (self.keys.start, self.keys.len());
+        for head in self.scores.chunks_exact_mut(self.queries.len() * width) {
+            let rows = head.chunks_exact_mut(width);
+            for (number, (row, query)) in rows.zip(self.queries.clone()).enumerate() {
+                let (row, future) = row.split_at_mut(query + 1 - start);
+                let first = self.firsts.map_or(0, |firsts| firsts[number] - start);
+                let (before, past) = row.split_at_mut(first);
                 let sum = exp_row(past, max(past), self.scale);
                 scale(past, 1.0 / sum);
+                before.fill(0.0);
                 future.fill(0.0);
             }
         }

@@ -1,4 +1,4 @@
-//! Causal attention over one packed tensor, and attention with any masks over queries, keys and values.
+//! Causal attention over one packed tensor, with or without documents, and attention with any masks over queries, keys and values.
 //!
 //! - `factors`: factors on probabilities, as in dropout.
 //! - `heads`: the operands, split into heads and blocks of queries.
@@ -15,7 +15,7 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
@@ -23,7 +23,7 @@ use crate::rows::contiguous;
 pub(crate) use factors::Factors;
 use heads::Operands;
 pub(crate) use mask::Fill;
-use mask::Mask;
+use mask::{Firsts, Mask};
 
 #[derive(Debug)]
 struct CausalAttention;
@@ -63,6 +63,97 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
+#[derive(Debug)]
+struct DocumentAttention;
+
+/// The heads of an attention within documents.
+#[derive(Clone, Copy, Debug)]
+pub struct DocumentHeads {
+    /// The number of heads of queries, of keys, and of values.
+    pub heads: usize,
+    /// The number of tokens that a query attends to at most, including its own; `None` for all of its document.
+    pub reach: Option<usize>,
+}
+
+/// The inputs and sizes that the backward pass of an attention within documents needs.
+#[derive(Clone, Debug)]
+struct SavedDocuments<T, I> {
+    qkv: T,
+    positions: I,
+    form: DocumentHeads,
+}
+
+impl<B: Kernels> Backward<B, 1> for DocumentAttention {
+    type State = SavedDocuments<FloatTensor<B>, IntTensor<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let SavedDocuments {
+            qkv,
+            positions,
+            form,
+        } = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::document_attention_gradient(qkv, grad, positions, form)
+        });
+    }
+}
+
+pub(crate) fn tracked_documents<B: Kernels, C: CheckpointStrategy>(
+    qkv: FloatTensor<Autodiff<B, C>>,
+    positions: IntTensor<B>,
+    form: DocumentHeads,
+) -> FloatTensor<Autodiff<B, C>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(DocumentAttention, [qkv.node()])
+        .compute_bound()
+        .stateful();
+    let qkv = qkv.into_primitive();
+    let output = B::document_attention_kernel(qkv.clone(), positions.clone(), form);
+    match prepared {
+        OpsKind::Tracked(prepared) => prepared.finish(
+            SavedDocuments {
+                qkv,
+                positions,
+                form,
+            },
+            output,
+        ),
+        OpsKind::UnTracked(prepared) => prepared.finish(output),
+    }
+}
+
+/// Computes [`causal`] attention within documents. `positions` are those of the tokens in their documents,
+/// `[batch, time]`.
+pub(crate) fn in_documents(
+    qkv: FlexTensor,
+    positions: &FlexTensor,
+    form: DocumentHeads,
+) -> FlexTensor {
+    let (batch, firsts) = firsts(positions, form);
+    let rows = qkv.layout().shape()[0];
+    let operands = Operands::packed(contiguous(qkv), batch, form.heads).from_firsts(firsts);
+    let output = operands.forward();
+    let width = output.layout().num_elements() / rows.max(1);
+    output.reshape([rows, width].into())
+}
+
+/// Returns the gradient of [`in_documents`]'s packed input.
+pub(crate) fn in_documents_gradient(
+    qkv: FlexTensor,
+    grad: FlexTensor,
+    positions: &FlexTensor,
+    form: DocumentHeads,
+) -> FlexTensor {
+    let (batch, firsts) = firsts(positions, form);
+    let operands = Operands::packed(contiguous(qkv), batch, form.heads).from_firsts(firsts);
+    packed_gradient(&operands, grad)
+}
+
+/// Returns the number of sequences, and the first key of each query.
+fn firsts(positions: &FlexTensor, form: DocumentHeads) -> (usize, Firsts) {
+    let shape = positions.layout().shape();
+    (shape[0], Firsts::of(positions, shape[1], form.reach))
+}
+
 /// Computes causal self-attention of packed queries, keys and values: `[batch * time, 3 * dim]` to
 /// `[batch * time, dim]`.
 pub(crate) fn causal(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
@@ -79,11 +170,15 @@ pub(crate) fn causal_gradient(
     batch: usize,
     heads: usize,
 ) -> FlexTensor {
-    let shape = qkv.layout().shape().clone();
-    let operands = Operands::packed(contiguous(qkv), batch, heads);
-    let (time, head_dim) = (operands.times()[0], operands.widths()[2]);
+    packed_gradient(&Operands::packed(contiguous(qkv), batch, heads), grad)
+}
+
+/// Returns the gradient of packed operands, `[batch * time, 3 * dim]`, from that of their output.
+fn packed_gradient(operands: &Operands, grad: FlexTensor) -> FlexTensor {
+    let [batch, time, heads, head_dim] = operands.output_dims();
     let grad = contiguous(grad).reshape([batch, time, heads, head_dim].into());
-    operands.packed_gradient(&grad).reshape(shape)
+    let gradient = operands.packed_gradient(&grad);
+    gradient.reshape([batch * time, 3 * heads * head_dim].into())
 }
 
 /// The changes to the scores and probabilities of an attention.

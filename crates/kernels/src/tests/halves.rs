@@ -143,6 +143,22 @@ fn attention_of_halves_is_computed_in_32_bits() {
         let both = [qkv, grad];
         assert_rounded(Op::CausalAttention, &both[..1], &sizes);
         assert_rounded(Op::CausalAttentionBackward, &both, &sizes);
+        let in_documents: Vec<i64> = (0..batch * time)
+            .map(|at| at as i64 % time as i64 % 7)
+            .collect();
+        let positions = Operand {
+            shape: vec![batch, time],
+            ..Operand::indices(&in_documents)
+        };
+        let [qkv, grad] = both.clone();
+        for reach in [0, 3] {
+            let [batch, heads] = sizes;
+            let scalars = [batch, heads, ScalarIr::UInt(reach)];
+            let operands = [qkv.clone(), positions.clone()];
+            assert_rounded(Op::CausalAttention, &operands, &scalars);
+            let operands = [qkv.clone(), grad.clone(), positions.clone()];
+            assert_rounded(Op::CausalAttentionBackward, &operands, &scalars);
+        }
         let part = |seed| Operand::floats(&[batch, time, heads, 6], seed);
         let mask = Operand {
             kind: DType::Bool(burn::tensor::BoolStore::Native),

@@ -1,6 +1,7 @@
 //! Black-box tests of the models crate.
 
 mod cards;
+mod documents;
 mod families;
 mod foreign;
 mod gpt;

@@ -89,7 +89,13 @@ pub(super) struct Causal<N> {
 }
 
 impl<N: Number> Causal<N> {
-    pub(super) fn of(qkv: &Tensor<N>, (batch, heads): (usize, usize)) -> Result<Self, String> {
+    /// `firsts` are the first keys that the queries attend to, sequence after sequence, unless they attend to all before
+    /// them.
+    pub(super) fn of(
+        qkv: &Tensor<N>,
+        (batch, heads): (usize, usize),
+        firsts: Option<&[usize]>,
+    ) -> Result<Self, String> {
         let &[rows, columns] = qkv.shape.as_slice() else {
             return Err(format!("{:?} is not a matrix", qkv.shape));
         };
@@ -103,14 +109,17 @@ impl<N: Number> Causal<N> {
         let scale = ((dim / heads) as f64).sqrt().recip();
         let factor = N::of_scalar(Scalar::Number(ScalarIr::Float(scale)));
         let scores = product(&by_head(&parts[0]), &transposed(&by_head(&parts[1])))?;
-        let mut query = 0;
+        let mut number = 0;
         let probabilities = each_row(&scores, |row| {
-            let seen: Vec<N> = row[..=query % time]
+            let (sequence, query) = (number / (heads * time), number % time);
+            number += 1;
+            let first = firsts.map_or(0, |firsts| firsts[sequence * time + query]);
+            let seen: Vec<N> = row[first..=query]
                 .iter()
                 .map(|score| score.mul(factor))
                 .collect();
-            query += 1;
-            let mut probabilities = softmax(&seen).probabilities;
+            let mut probabilities = vec![N::default(); first];
+            probabilities.extend(softmax(&seen).probabilities);
             probabilities.resize(row.len(), N::default());
             probabilities
         });

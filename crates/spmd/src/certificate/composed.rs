@@ -82,9 +82,11 @@ impl<N: Number> KernelCall<'_, N> {
                 let attention = self.attention([queries, keys, values], behind)?;
                 attention.gradients(grad)?.into()
             }
-            (Op::CausalAttention, [qkv]) => vec![self.causal(qkv)?.result(qkv)?],
-            (Op::CausalAttentionBackward, [qkv, grad]) => {
-                vec![self.causal(qkv)?.gradient(qkv, grad)?]
+            (Op::CausalAttention, [qkv, positions @ ..]) => {
+                vec![self.causal(qkv, positions)?.result(qkv)?]
+            }
+            (Op::CausalAttentionBackward, [qkv, grad, positions @ ..]) => {
+                vec![self.causal(qkv, positions)?.gradient(qkv, grad)?]
             }
             (Op::CrossEntropy, [logits, targets]) => cross_entropy(logits, targets),
             (Op::CrossEntropyBackward, [grad, factor]) => {
@@ -222,7 +224,8 @@ impl<N: Number> KernelCall<'_, N> {
         Attention::of(operands, self.scalar(0)?, fills, factors)
     }
 
-    fn causal(&self, qkv: &Tensor<N>) -> Result<Causal<N>, String> {
+    /// `positions` are those of the tokens in their documents, if the sequences have several.
+    fn causal(&self, qkv: &Tensor<N>, positions: &[&Tensor<N>]) -> Result<Causal<N>, String> {
         let size = |index: usize| {
             let number = self.scalars.get(index).and_then(|scalar| scalar.number());
             number
@@ -232,7 +235,19 @@ impl<N: Number> KernelCall<'_, N> {
         let sizes = size(0)
             .zip(size(1))
             .ok_or("it does not specify its number of heads")?;
-        Causal::of(qkv, sizes)
+        let [positions] = positions else {
+            return Causal::of(qkv, sizes, None);
+        };
+        let &[_, time] = positions.shape.as_slice() else {
+            return Err(format!("{:?} are not positions", positions.shape));
+        };
+        let most = size(2).map_or(usize::MAX, |reach| reach - 1);
+        let positions = positions.elements.iter().enumerate();
+        let firsts = positions.map(|(index, position)| {
+            let before = position.index().min(most);
+            (index % time).saturating_sub(before)
+        });
+        Causal::of(qkv, sizes, Some(&firsts.collect::<Vec<_>>()))
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::tensor::TensorData;
+use burn_fsdp_kernels::FusedOperation;
 use burn_fsdp_mesh::{Cut, Layout, Mesh, Region};
 use burn_ir::{BaseOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr};
 
@@ -240,6 +241,12 @@ pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
 fn chosen(operation: &OperationIr) -> Option<(&TensorIr, usize)> {
     use BaseOperationIr as Base;
     match operation {
+        // Any position is valid. Those that are in the sequence show the most keys.
+        OperationIr::Custom(call) => {
+            let is_attention = call.id == FusedOperation::CausalAttention.name();
+            let positions = call.inputs.get(1).filter(|_| is_attention)?;
+            Some((positions, positions.shape[1]))
+        }
         OperationIr::Module(ModuleOperationIr::Embedding(op)) => {
             Some((&op.indices, op.weights.shape[0]))
         }
