@@ -257,14 +257,17 @@ impl LlamaBlock {
     /// Computes the attention over whole sequences.
     fn attend_all(&self, new: Heads, scores: Scores, shared: &LlamaShared) -> Tensor<2> {
         let time = new.queries.dims()[1];
-        let window = scores.window.filter(|window| *window < time);
+        let is_cut = scores.window.is_some_and(|window| window < time);
         let heads = self.form.sizes.heads;
+        // A window that is longer than the sequences also counts for documents, so the graph of a step does not depend on
+        // their length.
+        let window = scores.window;
         match &shared.documents {
             Some(documents) if scores.softcap.is_some() => {
                 attend_within(new, scores, documents.hidden(window))
             }
             Some(documents) => documents.attend(self.packed(new, scores), heads, window),
-            None if window.is_some() || scores.softcap.is_some() => {
+            None if is_cut || scores.softcap.is_some() => {
                 KeyValues::default().attend(new, scores)
             }
             None => causal_attention(self.packed(new, scores), shared.batch, heads),

@@ -218,6 +218,43 @@ fn a_resumed_run_packs_as_before() {
     );
 }
 
+/// Removes the setting from a step, because older versions had no choice.
+fn without_packing(folder: &Folder, step: &str) {
+    let index = format!("{step}/index.json");
+    let mut saved: serde_json::Value =
+        serde_json::from_str(&folder.read(&index)).expect("an index");
+    let settings = saved["training"]["sections"]["settings"].as_object_mut();
+    let removed = settings.expect("the settings").remove("--packing");
+    assert!(removed.is_some());
+    let text = format!("{saved}\n");
+    let seal = format!("{:08x} {}\n", crc32fast::hash(text.as_bytes()), text.len());
+    folder.write(&index, &text);
+    folder.write(&format!("{index}.crc32"), seal);
+}
+
+#[test]
+fn steps_without_the_setting_go_on_as_they_were_trained() {
+    let pairs = "--prompt-field text --completion-field text";
+    for (fields, former) in [("", "joined"), (pairs, "single")] {
+        let whole = documents();
+        whole.report(&format!("{RUN} {fields} --steps 6 --packing {former}"));
+        let folder = documents();
+        folder.report(&format!("{RUN} {fields} --steps 2 --packing {former}"));
+        without_packing(&folder, "steps/step-000002");
+        let report = folder.report(&format!("{RUN} {fields} --steps 6 --resume"));
+        assert_eq!(metrics(&folder), metrics(&whole), "{former}");
+        assert!(warnings(&report).is_empty(), "{report}");
+        without_packing(&folder, "steps/step-000006");
+        let other = format!("{RUN} {fields} --steps 7 --resume --packing documents");
+        let run = folder.train(&other);
+        let expected = match former {
+            "joined" => "--packing is documents, but was joined when step 6 was saved",
+            _ => "the packing OneDocument",
+        };
+        assert!(run.stderr.contains(expected), "{}", run.stderr);
+    }
+}
+
 #[test]
 fn packings_that_cannot_be_followed_are_refused() {
     let folder = documents();

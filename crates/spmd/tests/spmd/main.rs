@@ -4,6 +4,7 @@ mod agreement;
 mod clipping;
 mod compiled;
 mod custom;
+mod documents;
 mod dora;
 mod dumps;
 mod eager;
