@@ -267,9 +267,7 @@ impl LlamaBlock {
                 attend_within(new, scores, documents.hidden(window))
             }
             Some(documents) => documents.attend(self.packed(new, scores), heads, window),
-            None if is_cut || scores.softcap.is_some() => {
-                KeyValues::default().attend(new, scores)
-            }
+            None if is_cut || scores.softcap.is_some() => KeyValues::default().attend(new, scores),
             None => causal_attention(self.packed(new, scores), shared.batch, heads),
         }
     }

@@ -1,6 +1,7 @@
 //! Tests of documents that share sequences: each is computed as if it were alone.
 
 use std::collections::BTreeMap;
+use std::process::Command;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -8,9 +9,12 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_models::{
     Activation, Architecture, AttentionScores, Family, Gpt2Config, GptConfig, InputTokens,
-    LanguageModel, LlamaConfig, LlamaVariant, ModelConfig, RopeFactors, RopeScaling, SlidingWindow,
-    Targets,
+    LanguageModel, Llama, LlamaConfig, LlamaVariant, ModelConfig, RopeFactors, RopeScaling,
+    SlidingWindow, Targets,
 };
+
+use crate::families;
+use crate::skipped::python;
 
 const SEQ: usize = 24;
 
@@ -328,5 +332,47 @@ fn the_rotation_of_documents_may_depend_on_their_length() {
             depends,
             ["longrope within the original length", "dynamic"].contains(&name)
         );
+    }
+}
+
+/// Transformers finds the documents of sequences by `position_ids`.
+#[test]
+fn documents_have_the_logits_of_transformers() {
+    let Some(python) = python("torch, transformers") else {
+        return;
+    };
+    for (name, folder) in families::folders() {
+        let documents: [&[usize]; 2] = match name.as_str() {
+            // The rotations of longer sequences depend on their length.
+            "llama-dynamic" | "phi3-longrope" => [&[4, 2], &[1, 5]],
+            _ => [&[5, 7], &[2, 2, 8]],
+        };
+        let positions = documents.map(|lens| -> Vec<usize> {
+            let lens = lens.iter().copied();
+            lens.flat_map(|len| 0..len).collect()
+        });
+        let width = positions[0].len();
+        let tokens = [1, 2]
+            .map(|row| -> Vec<i64> { (0..width).map(|at| token(row * 50 + at, 40)[0]).collect() });
+        let output = Command::new(&python)
+            .arg(families::root().join("../packed_logits.py"))
+            .arg(&folder)
+            .arg(serde_json::json!(tokens).to_string())
+            .arg(serde_json::json!(positions).to_string())
+            .output()
+            .expect("Python starts");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{name}: {stderr}");
+        let theirs: Vec<f32> = serde_json::from_slice(&output.stdout).expect("a list");
+        let device = Device::flex();
+        let model = families::loaded(&folder, &device);
+        let shape = [2, width];
+        let positions = positions.concat().into_iter().map(|at| at as i64);
+        let positions = ints(positions.collect(), shape, &device);
+        let inputs = InputTokens::in_documents(ints(tokens.concat(), shape, &device), positions);
+        let ours = model.logits_by(inputs, |block, x, shared| {
+            Llama::run_block(block, x, shared, None)
+        });
+        assert_close(&name, &values(ours), &theirs);
     }
 }

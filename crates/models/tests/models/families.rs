@@ -47,13 +47,13 @@ fn of(all: &[[i64; 12]; 2], width: usize, rows: usize) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(taken, [rows, width]), &Device::flex())
 }
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     let here = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
     Path::new(&here).join("tests/models/families")
 }
 
 /// Returns the folders by name.
-fn folders() -> BTreeMap<String, PathBuf> {
+pub(crate) fn folders() -> BTreeMap<String, PathBuf> {
     let entries = fs::read_dir(root()).expect("a folder of folders");
     let paths = entries.map(|entry| entry.expect("an entry").path());
     let folders = paths.filter(|path| path.join("config.json").exists());
@@ -103,7 +103,7 @@ fn sizes_of(folder: &Path) -> LlamaConfig {
     }
 }
 
-fn loaded(folder: &Path, device: &Device) -> Llama {
+pub(crate) fn loaded(folder: &Path, device: &Device) -> Llama {
     let weights = WeightsFile::open(folder, sizes_of(folder)).expect("it fits the model");
     weights.load(device).expect("readable")
 }

@@ -58,10 +58,15 @@ const LENGTHS: [&[usize]; 5] = [
 fn batch(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tokens {
     let shape = [rows.len(), SEQ];
     let at = |row: usize, column: usize| (step * ROWS + row) * SEQ + column;
-    let all = || rows.clone().flat_map(|row| (0..SEQ).map(move |column| at(row, column)));
+    let all = || {
+        rows.clone()
+            .flat_map(|row| (0..SEQ).map(move |column| at(row, column)))
+    };
     let ints = |values: Vec<i64>| Tensor::from_data(TensorData::new(values, shape), device);
     let token = |at: usize| ((at * at * 7 + at / 3) % VOCAB) as i64;
-    let documents = rows.clone().flat_map(|row| LENGTHS[(step + 2 * row) % LENGTHS.len()]);
+    let documents = rows
+        .clone()
+        .flat_map(|row| LENGTHS[(step + 2 * row) % LENGTHS.len()]);
     let positions = documents.flat_map(|len| 0..*len as i64).collect();
     let weights: Vec<f32> = all().map(|at| [0.5, 2.0, 0.0, 1.0][at % 4]).collect();
     let weights = Tensor::from_data(TensorData::new(weights, shape), device);
@@ -167,7 +172,11 @@ fn documents_are_computed_alone_by_one_kernel_in_each_layer() {
     ] {
         assert_eq!(count(&names, "models.causal_attention"), 4, "{names:?}");
         // No mask is made.
-        assert_eq!(count(&names, "Bool") + count(&names, "oftmax"), 0, "{names:?}");
+        assert_eq!(
+            count(&names, "Bool") + count(&names, "oftmax"),
+            0,
+            "{names:?}"
+        );
     }
     let recomputed = Options::default().recompute_units(["layers.*"]);
     let names = assert_alone("recomputed", windows, &recomputed);
