@@ -1,6 +1,6 @@
 """Logits of transformers for documents that share sequences, for documents.rs. It finds the documents by `position_ids`.
 
-    packed_logits.py FOLDER TOKENS POSITIONS    with lists of rows in JSON
+    packed_logits.py CASES    a list in JSON: each a folder, rows of tokens, and rows of positions
 """
 import json
 import sys
@@ -9,15 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 
-def main():
-    folder, tokens, positions = sys.argv[1:]
+def logits(folder, tokens, positions):
     model = AutoModelForCausalLM.from_pretrained(folder, generation_config=GenerationConfig())
     model = model.float().eval()
-    tokens, positions = (torch.tensor(json.loads(rows)) for rows in (tokens, positions))
     with torch.no_grad():
-        logits = model(tokens, position_ids=positions, use_cache=False).logits
-    print(json.dumps(logits.flatten().tolist()))
+        output = model(torch.tensor(tokens), position_ids=torch.tensor(positions), use_cache=False)
+    return output.logits.flatten().tolist()
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps([logits(*case) for case in json.loads(sys.argv[1])]))
