@@ -3,7 +3,7 @@
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-use crate::attention::DocumentHeads;
+use crate::documents::DocumentHeads;
 
 /// The fused operations and their gradients, computed or recorded by a backend.
 pub(crate) trait Kernels: Backend {

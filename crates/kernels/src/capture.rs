@@ -6,8 +6,8 @@ use burn_capture::{CaptureBackend, CaptureClient};
 use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 use burn_router::{RouterClient, RouterTensor};
 
-use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
+use crate::documents::DocumentHeads;
 use crate::operation::FusedOperation;
 
 type Recorded = RouterTensor<CaptureClient>;

@@ -3,7 +3,7 @@
 use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-use crate::attention::DocumentHeads;
+use crate::documents::DocumentHeads;
 
 /// Computes [`causal_attention`](crate::causal_attention) from elementary operations.
 pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {

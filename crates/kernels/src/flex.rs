@@ -3,8 +3,8 @@
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 
-use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
+use crate::documents::DocumentHeads;
 use crate::{attention, cross_entropy, gelu, norm};
 
 impl Kernels for Flex {

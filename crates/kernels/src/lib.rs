@@ -32,6 +32,7 @@ mod backend;
 mod capture;
 mod composed;
 mod cross_entropy;
+mod documents;
 mod exp;
 mod flex;
 mod fresh;
@@ -59,8 +60,8 @@ mod turned;
 mod vectors;
 mod widened;
 
-pub use attention::DocumentHeads;
 pub use composed::other_documents;
+pub use documents::DocumentHeads;
 pub use halves::takes;
 pub use method::HalfProducts;
 pub use operation::{FusedCost, FusedOperation};

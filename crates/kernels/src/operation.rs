@@ -3,7 +3,8 @@
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::{DocumentHeads, Factors, Fill, Weighting};
+use crate::attention::{Factors, Fill, Weighting};
+use crate::documents::DocumentHeads;
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};

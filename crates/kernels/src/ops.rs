@@ -3,8 +3,8 @@
 use burn::nn::LayerNorm;
 use burn::tensor::{DType, Int, Tensor, activation};
 
-use crate::attention::DocumentHeads;
 use crate::composed;
+use crate::documents::DocumentHeads;
 use crate::route::{self, supports};
 
 /// Computes the exact GELU: `x` times the probability that a standard normal variable is below `x`.

@@ -8,8 +8,8 @@ use burn::backend::{Autodiff, Backend, Dispatch, DispatchDevice, Flex, backend_e
 use burn::tensor::{Int, Tensor};
 use burn_capture::CaptureBackend;
 
-use crate::attention::DocumentHeads;
 use crate::backend::Kernels;
+use crate::documents::DocumentHeads;
 use crate::halves::takes;
 
 thread_local! {

@@ -135,10 +135,8 @@ pub(crate) struct StepConfig {
 
 impl TrainConfig {
     /// Resolves and checks all arguments. Cheap checks come first, and disk access comes last.
-    pub(crate) fn from_args(mut args: TrainArgs) -> Result<Self, InputError> {
-        if documents::are_meant(&args.data) && args.data.packing.is_none() {
-            args.data.packing = saved(&args.checkpoint).and_then(|step| packing_of(&step));
-        }
+    pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
+        let args = with_packing(args);
         let check = args.sharding.check.check(args.output.operations.is_some());
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
@@ -339,6 +337,14 @@ fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     }
     let (given, folder) = (args.data.tokenizer.as_ref(), args.model.init.as_deref());
     Chosen::find(given, folder, || goes_on_in_bytes(&args.checkpoint))
+}
+
+/// Sets the packing of a resumed run to that of its step, unless another one is given.
+fn with_packing(mut args: TrainArgs) -> TrainArgs {
+    if documents::are_meant(&args.data) && args.data.packing.is_none() {
+        args.data.packing = saved(&args.checkpoint).and_then(|step| packing_of(&step));
+    }
+    args
 }
 
 /// Returns true if the step that a run resumes from was trained on bytes.

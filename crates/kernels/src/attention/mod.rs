@@ -19,6 +19,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
+use crate::documents::DocumentHeads;
 use crate::rows::contiguous;
 pub(crate) use factors::Factors;
 use heads::Operands;
@@ -65,15 +66,6 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
 
 #[derive(Debug)]
 struct DocumentAttention;
-
-/// The heads of an attention within documents.
-#[derive(Clone, Copy, Debug)]
-pub struct DocumentHeads {
-    /// The number of heads of queries, of keys, and of values.
-    pub heads: usize,
-    /// The number of tokens that a query attends to at most, including its own; `None` for all of its document.
-    pub reach: Option<usize>,
-}
 
 /// The inputs and sizes that the backward pass of an attention within documents needs.
 #[derive(Clone, Debug)]
