@@ -55,7 +55,7 @@ enum Target<'a> {
 
 impl Operands {
     /// Restricts each query to keys from its first one.
-    pub(super) fn from_firsts(mut self, firsts: Firsts) -> Self {
+    pub(super) fn within(mut self, firsts: Firsts) -> Self {
         self.mask = Mask::Documents(firsts);
         self
     }

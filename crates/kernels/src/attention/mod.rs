@@ -1,4 +1,5 @@
-//! Causal attention over one packed tensor, with or without documents, and attention with any masks over queries, keys and values.
+//! Causal attention over one packed tensor, of whole sequences or within documents, and attention with any masks over
+//! queries, keys and values.
 //!
 //! - `factors`: factors on probabilities, as in dropout.
 //! - `heads`: the operands, split into heads and blocks of queries.
@@ -122,7 +123,7 @@ pub(crate) fn in_documents(
 ) -> FlexTensor {
     let (batch, firsts) = firsts(positions, form);
     let rows = qkv.layout().shape()[0];
-    let operands = Operands::packed(contiguous(qkv), batch, form.heads).from_firsts(firsts);
+    let operands = Operands::packed(contiguous(qkv), batch, form.heads).within(firsts);
     let output = operands.forward();
     let width = output.layout().num_elements() / rows.max(1);
     output.reshape([rows, width].into())
@@ -136,7 +137,7 @@ pub(crate) fn in_documents_gradient(
     form: DocumentHeads,
 ) -> FlexTensor {
     let (batch, firsts) = firsts(positions, form);
-    let operands = Operands::packed(contiguous(qkv), batch, form.heads).from_firsts(firsts);
+    let operands = Operands::packed(contiguous(qkv), batch, form.heads).within(firsts);
     packed_gradient(&operands, grad)
 }
 

@@ -150,7 +150,7 @@ fn attention_of_halves_is_computed_in_32_bits() {
             shape: vec![batch, time],
             ..Operand::indices(&in_documents)
         };
-        let [qkv, grad] = both.clone();
+        let [qkv, grad] = both;
         for reach in [0, 3] {
             let [batch, heads] = sizes;
             let scalars = [batch, heads, ScalarIr::UInt(reach)];

@@ -116,6 +116,7 @@ fn assert_alone<A: Architecture>(name: &str, sizes: A, options: &Options) -> Vec
     let mut names = Vec::new();
     for num_ranks in [1, 2, 3] {
         let options = options.clone();
+        let paths: Vec<String> = expected.parameters.keys().cloned().collect();
         let body = move |world: ProcessGroup| -> Result<_, Error> {
             let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
             let mut step = step(sizes, mode.options(options.clone()).verified())?;
@@ -130,10 +131,18 @@ fn assert_alone<A: Architecture>(name: &str, sizes: A, options: &Options) -> Vec
             assert_eq!(step.num_traces(), 2);
             let graph = step.graph().expect("a graph");
             let names: Vec<_> = graph.nodes().iter().map(|node| node.name()).collect();
-            Ok((losses, names))
+            let parameters = paths.iter().map(|path| step.parameter(path));
+            let parameters = parameters.collect::<Result<Vec<_>, _>>()?;
+            Ok((losses, names, parameters))
         };
         let mut ranks = launch(LaunchConfig::new(num_ranks), body).expect("the ranks train");
-        let (losses, of_graph) = ranks.swap_remove(0);
+        let (losses, of_graph, parameters) = ranks.swap_remove(0);
+        for ((path, expected), found) in expected.parameters.iter().zip(parameters) {
+            for (found, expected) in found.iter::<f32>().zip(expected.iter::<f32>()) {
+                let is_close = (found - expected).abs() <= 1e-5;
+                assert!(is_close, "{name}, {path}: {found} is not {expected}");
+            }
+        }
         for (index, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
             let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
             assert!(
