@@ -50,7 +50,10 @@ fn write_documents(folder: &Folder, vocab: u64) {
         let words: Vec<String> = (1..len)
             .map(|_| format!("w{}", random.below(vocab)))
             .collect();
-        format!("{{\"text\": \"{}\"}}\n", words.join(" "))
+        format!(
+            "{{\"text\": \"{}\", \"answer\": \"w1 w2\"}}\n",
+            words.join(" ")
+        )
     });
     folder.write("docs.jsonl", lines.collect::<String>());
 }
@@ -92,7 +95,7 @@ fn plainly<M: LanguageModel>(mut model: M, batches: &[Vec<Sequence>], on: &Devic
 }
 
 fn end_of(folder: &Folder, name: &str) -> Option<u32> {
-    let ends = ModelConfig::ends_of_text(&folder.path(name)).expect("a folder");
+    let ends = ModelConfig::ends_of_text(folder.path(name)).expect("a folder");
     ends.first().copied()
 }
 
@@ -230,7 +233,7 @@ fn without_packing(folder: &Folder, step: &str) {
 
 #[test]
 fn steps_without_the_setting_go_on_as_they_were_trained() {
-    let pairs = "--prompt-field text --completion-field text";
+    let pairs = "--prompt-field text --completion-field answer";
     for (fields, former) in [("", "joined"), (pairs, "single")] {
         let whole = documents();
         whole.report(&format!("{RUN} {fields} --steps 6 --packing {former}"));
