@@ -44,7 +44,7 @@ pub fn consolidate_to_file(
         Some(EntryKind::Dir) => {
             return Err(Error::Argument {
                 argument: "out",
-                expected: "a file unless a maximum file size is set".to_owned(),
+                expected: "a file, unless a maximum file size (`--max-shard-size`) is set or a folder for transformers is written".to_owned(),
                 got: format!("the folder {}", out.display()),
             });
         }

@@ -34,7 +34,7 @@ pub enum Error {
     },
 
     /// A step or an output that already exists.
-    #[error("{path} already exists; choose another name, or allow replacing a file or an empty folder", path = path.display())]
+    #[error("{path} already exists; choose another name, or allow replacing a file or an empty folder (`--overwrite`)", path = path.display())]
     Exists {
         /// The file or folder in the way.
         path: PathBuf,

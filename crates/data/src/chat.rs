@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::value::Kwargs;
-use minijinja::{Environment, Error, ErrorKind, context};
+use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::Serialize;
-use serde_json::Value;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+use crate::document::member;
+use crate::python::write_python;
 
 const NAME: &str = "chat";
 
@@ -48,6 +50,7 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_formatter(|out, state, value| write_python(out, state, value));
         environment.add_filter("tojson", to_json);
         environment.add_function(
             "raise_exception",
@@ -71,7 +74,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders messages, as canonical JSON.
+    /// Renders messages, as JSON.
     pub(crate) fn render(&self, messages: &str) -> Result<Vec<Part>, ChatError> {
         let parsed = serde_json::from_str(messages);
         let messages_json: Vec<Value> =
@@ -102,7 +105,7 @@ impl ChatTemplate {
     ) -> Result<String, ChatError> {
         let template = self.environment.get_template(NAME);
         let [bos_token, eos_token] = &self.special;
-        let none = minijinja::Value::from(());
+        let none = Value::from(());
         let context = context! {
             messages, add_generation_prompt, bos_token, eos_token, tools => none, documents => none
         };
@@ -114,17 +117,17 @@ impl ChatTemplate {
     /// content. Returns `None` if the mark changes the text, or if the content is not a text.
     fn start_of_last(&self, messages: &[Value], text: &str) -> Result<Option<usize>, ChatError> {
         let [mark, _] = marks(MARKS.start);
-        let content = messages.last().and_then(|last| last["content"].as_str());
-        let Some(content) = content.filter(|_| !text.contains(mark)) else {
+        let Some((last, before)) = messages.split_last() else {
+            return Ok(None);
+        };
+        let content = member(last, "content").filter(|_| !text.contains(mark));
+        let Some(content) = content.as_ref().and_then(Value::as_str) else {
             return Ok(None);
         };
         // Many templates remove white space around a content, but none after a mark.
         for content in [content, content.trim_start()] {
-            let mut marked = messages.to_vec();
-            if let Some(last) = marked.last_mut() {
-                last["content"] = format!("{mark}{content}").into();
-            }
-            let marked = self.text(&marked, false)?;
+            let marked = with_content(last, format!("{mark}{content}"));
+            let marked = self.text(&[before, &[marked]].concat(), false)?;
             if let Some(start) = marked.find(mark)
                 && marked.replace(mark, "") == text
             {
@@ -139,7 +142,8 @@ impl ChatTemplate {
         let full = self.text(messages, false)?;
         let (mut parts, mut end) = (Vec::new(), 0);
         for (index, message) in messages.iter().enumerate() {
-            if message["role"] != "assistant" {
+            let role = member(message, "role");
+            if role.as_ref().and_then(Value::as_str) != Some("assistant") {
                 continue;
             }
             let prompt = self.text(&messages[..index], true)?;
@@ -170,6 +174,20 @@ impl ChatTemplate {
         parts.retain(|(text, _)| !text.is_empty());
         Ok(parts)
     }
+}
+
+/// Returns a message with another content.
+fn with_content(message: &Value, content: String) -> Value {
+    let keys = message.try_iter().into_iter().flatten();
+    let entries = keys.map(|key| {
+        let value = if key.as_str() == Some("content") {
+            Value::from(content.as_str())
+        } else {
+            message.get_item(&key).unwrap_or_default()
+        };
+        (key, value)
+    });
+    entries.collect()
 }
 
 /// Replaces `{% generation %}` blocks, which only transformers knows, by filters. A filter is a block with the same
@@ -219,10 +237,12 @@ fn split_at_marks(text: &str, [open, close]: [char; 2]) -> Result<Vec<Part>, Str
 }
 
 /// Writes JSON as Python does: with spaces after commas and colons, and without escapes for HTML.
-fn to_json(value: minijinja::Value, options: Kwargs) -> Result<minijinja::Value, Error> {
+fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     let failed =
         |error: serde_json::Error| Error::new(ErrorKind::BadSerialization, error.to_string());
     let indent: Option<usize> = options.get("indent")?;
+    // transformers has more options, which must not be ignored.
+    options.assert_all_used()?;
     let mut bytes = Vec::new();
     match indent {
         Some(indent) => {
@@ -238,7 +258,7 @@ fn to_json(value: minijinja::Value, options: Kwargs) -> Result<minijinja::Value,
     }
     let text = String::from_utf8(bytes);
     let text = text.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
-    Ok(minijinja::Value::from_safe_string(text))
+    Ok(Value::from_safe_string(text))
 }
 
 struct Spaced;
@@ -393,7 +413,7 @@ pub(crate) mod tests {
         );
         assert_eq!(
             found,
-            parts(&[(r#"{"content": ["<é>", 1], "role": "user"}"#, false)])
+            parts(&[(r#"{"role": "user", "content": ["<é>", 1]}"#, false)])
         );
     }
 

@@ -1,9 +1,10 @@
 //! Messages as prompts of a chat template.
 
-use serde_json::{Value, json};
+use minijinja::{Value, context};
 
 use crate::DataError;
 use crate::chat::{ChatError, ChatTemplate, Part};
+use crate::document::json;
 
 /// The content of an answer that is rendered to locate it: a noncharacter that marks no part.
 const ANSWER: char = '\u{fdef}';
@@ -41,11 +42,10 @@ impl ChatPrompts {
     ///
     /// [`DataError::Template`] if the template refuses the message.
     pub fn prompt(&self, message: &str) -> Result<ChatPrompt, DataError> {
-        let user = |content: &str| json!({"role": "user", "content": content});
-        let answer = ANSWER.to_string();
-        let answer = json!({"role": "assistant", "content": answer});
+        let user = |content: &str| context! { role => "user", content };
+        let answer = context! { role => "assistant", content => ANSWER.to_string() };
         let first = user(message);
-        let render = |messages: &[Value]| self.0.render(&Value::from(messages).to_string());
+        let render = |messages: &[Value]| self.0.render(&json(&messages.iter().cloned().collect()));
         let (text, whole) = match render(&[first.clone(), answer.clone()]) {
             Ok(parts) => {
                 let before = parts.iter().take_while(|(_, is_learned)| !is_learned);

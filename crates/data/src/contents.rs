@@ -59,8 +59,8 @@ impl Contents {
             0 => "all files are empty; add documents".to_owned(),
             _ if self.config.held_out > 0.0 => {
                 format!(
-                    "all are empty, too short or held out (fraction {}); add documents or reduce the fraction",
-                    self.config.held_out
+                    "each is empty, too short, without anything to learn, or in the held-out {} % of the data; add documents",
+                    100.0 * self.config.held_out
                 )
             }
             _ => "all are empty, too short or have only prompts; add documents".to_owned(),

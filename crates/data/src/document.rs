@@ -2,7 +2,8 @@
 
 use std::hash::Hasher;
 
-use serde_json::Value;
+use minijinja::Value;
+use minijinja::value::ValueKind;
 use twox_hash::XxHash3_64;
 
 use crate::place::At;
@@ -13,14 +14,21 @@ use crate::{DataError, Fields};
 pub(crate) enum Document {
     Text(String),
     Completion([String; 2]),
-    /// A list of messages as canonical JSON.
-    Chat(String),
+    Chat(Chat),
+}
+
+/// The messages of a chat.
+#[derive(Debug)]
+pub(crate) struct Chat {
+    /// JSON with the keys in their order in the file, which a template may write.
+    pub(crate) messages: String,
+    hash: u64,
 }
 
 impl Document {
     fn parts(&self) -> [&str; 2] {
         match self {
-            Self::Text(text) | Self::Chat(text) => [text, ""],
+            Self::Text(text) | Self::Chat(Chat { messages: text, .. }) => [text, ""],
             Self::Completion([prompt, completion]) => [prompt, completion],
         }
     }
@@ -34,51 +42,75 @@ impl Document {
         match self {
             Self::Text(text) => text.is_empty(),
             Self::Completion([_, completion]) => completion.is_empty(),
-            Self::Chat(messages) => messages == "[]",
+            Self::Chat(chat) => chat.messages == "[]",
         }
     }
 
     /// Returns a hash of the contents. It must never change, because it determines which documents are held out.
     pub(crate) fn hash(&self) -> u64 {
-        let mut hasher = XxHash3_64::new();
-        for part in self.parts() {
-            hasher.write(&(part.len() as u64).to_le_bytes());
-            hasher.write(part.as_bytes());
+        match self {
+            Self::Chat(chat) => chat.hash,
+            Self::Text(_) | Self::Completion(_) => hash_of(self.parts()),
         }
-        hasher.finish()
     }
 
-    /// Takes the fields of a document from an object.
+    /// Reads the fields of a document from an object.
     pub(crate) fn from_object(
         fields: &Fields,
-        object: &mut serde_json::Map<String, Value>,
+        object: &Value,
         at: &At<'_>,
     ) -> Result<Self, DataError> {
         Ok(match fields {
-            Fields::Text(name) => Self::Text(take_text(object, name, at)?),
+            Fields::Text(name) => Self::Text(text_of(object, name, at)?),
             Fields::Completion { prompt, completion } => Self::Completion([
-                take_text(object, prompt, at)?,
-                take_text(object, completion, at)?,
+                text_of(object, prompt, at)?,
+                text_of(object, completion, at)?,
             ]),
             Fields::Chat(name) => {
-                let messages = take(object, name, at)?;
+                let messages = field(object, name, at)?;
                 check_messages(&messages, name, at)?;
-                let mut text = String::new();
-                write_canonical(&messages, &mut text);
-                Self::Chat(text)
+                let mut canonical = String::new();
+                write_canonical(&messages, &mut canonical);
+                Self::Chat(Chat {
+                    messages: json(&messages),
+                    hash: hash_of([&canonical, ""]),
+                })
             }
         })
     }
 }
 
-fn take(
-    object: &mut serde_json::Map<String, Value>,
-    name: &str,
-    at: &At<'_>,
-) -> Result<Value, DataError> {
-    object
-        .remove(name)
-        .ok_or_else(|| at.missing(name, names(object.keys().map(String::as_str))))
+fn hash_of(parts: [&str; 2]) -> u64 {
+    let mut hasher = XxHash3_64::new();
+    for part in parts {
+        hasher.write(&(part.len() as u64).to_le_bytes());
+        hasher.write(part.as_bytes());
+    }
+    hasher.finish()
+}
+
+fn field(object: &Value, name: &str, at: &At<'_>) -> Result<Value, DataError> {
+    match member(object, name) {
+        Some(value) => Ok(value),
+        None => Err(at.missing(name, names(keys(object).iter().map(String::as_str)))),
+    }
+}
+
+/// Returns the value of a key.
+pub(crate) fn member(object: &Value, key: &str) -> Option<Value> {
+    let value = object.get_item(&Value::from(key)).ok();
+    value.filter(|value| !value.is_undefined())
+}
+
+/// Returns the keys of an object, in their order.
+fn keys(object: &Value) -> Vec<String> {
+    let keys = object.try_iter().into_iter().flatten();
+    keys.map(|key| key.to_string()).collect()
+}
+
+/// Returns a value as JSON.
+pub(crate) fn json(value: &Value) -> String {
+    serde_json::to_string(value).expect("values come from JSON or from rows, whose keys are texts")
 }
 
 /// Lists the fields that exist, at most 20.
@@ -91,35 +123,31 @@ pub(crate) fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-fn take_text(
-    object: &mut serde_json::Map<String, Value>,
-    name: &str,
-    at: &At<'_>,
-) -> Result<String, DataError> {
-    match take(object, name, at)? {
-        Value::String(text) => Ok(text),
-        other => Err(at.wrong_type(name, "text", kind(&other))),
+fn text_of(object: &Value, name: &str, at: &At<'_>) -> Result<String, DataError> {
+    let value = field(object, name, at)?;
+    match value.as_str() {
+        Some(text) => Ok(text.to_owned()),
+        None => Err(at.wrong_type(name, "text", kind(&value))),
     }
 }
 
 fn check_messages(messages: &Value, name: &str, at: &At<'_>) -> Result<(), DataError> {
     const LIST: &str = "a list of messages with a `role`";
-    let Value::Array(all) = messages else {
+    if messages.kind() != ValueKind::Seq {
         return Err(at.wrong_type(name, LIST, kind(messages)));
-    };
-    for (index, message) in all.iter().enumerate() {
+    }
+    for (index, message) in messages.try_iter().into_iter().flatten().enumerate() {
         let place = || format!("{name}[{index}]");
-        let Value::Object(message) = message else {
-            return Err(at.wrong_type(&place(), "a message with a `role`", kind(message)));
-        };
-        match message.get("role") {
-            Some(Value::String(_)) => {}
-            Some(other) => {
-                return Err(at.wrong_type(&format!("{}.role", place()), "text", kind(other)));
-            }
+        if message.kind() != ValueKind::Map {
+            return Err(at.wrong_type(&place(), "a message with a `role`", kind(&message)));
+        }
+        let of_role = || format!("{}.role", place());
+        match member(&message, "role") {
+            Some(role) if role.as_str().is_some() => {}
+            Some(other) => return Err(at.wrong_type(&of_role(), "text", kind(&other))),
             None => {
-                let found = names(message.keys().map(String::as_str));
-                return Err(at.missing(&format!("{}.role", place()), found));
+                let found = names(keys(&message).iter().map(String::as_str));
+                return Err(at.missing(&of_role(), found));
             }
         }
     }
@@ -127,44 +155,43 @@ fn check_messages(messages: &Value, name: &str, at: &At<'_>) -> Result<(), DataE
 }
 
 pub(crate) fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "text",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
+    match value.kind() {
+        ValueKind::Bool => "a boolean",
+        ValueKind::Number => "a number",
+        ValueKind::String => "text",
+        ValueKind::Seq => "a list",
+        ValueKind::Map => "an object",
+        _ => "null",
     }
 }
 
-/// Writes JSON with sorted keys. `serde_json` sorts them unless another crate enables its feature `preserve_order`,
-/// which must not change the hash.
+/// Writes JSON with sorted keys and without white space. It must never change, because hashes of documents cover it.
 fn write_canonical(value: &Value, text: &mut String) {
-    match value {
-        Value::Array(items) => {
+    match value.kind() {
+        ValueKind::Seq => {
             text.push('[');
-            for (index, item) in items.iter().enumerate() {
+            for (index, item) in value.try_iter().into_iter().flatten().enumerate() {
                 if index > 0 {
                     text.push(',');
                 }
-                write_canonical(item, text);
+                write_canonical(&item, text);
             }
             text.push(']');
         }
-        Value::Object(object) => {
-            let mut entries: Vec<_> = object.iter().collect();
-            entries.sort_by_key(|(key, _)| *key);
+        ValueKind::Map => {
+            let mut keys = keys(value);
+            keys.sort();
             text.push('{');
-            for (index, (key, item)) in entries.into_iter().enumerate() {
+            for (index, key) in keys.iter().enumerate() {
                 if index > 0 {
                     text.push(',');
                 }
-                text.push_str(&Value::from(key.as_str()).to_string());
+                text.push_str(&json(&Value::from(key.as_str())));
                 text.push(':');
-                write_canonical(item, text);
+                write_canonical(&member(value, key).unwrap_or_default(), text);
             }
             text.push('}');
         }
-        scalar => text.push_str(&scalar.to_string()),
+        _ => text.push_str(&json(value)),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::blocks::{Blocks, Located};
 use crate::chat::{ChatError, ChatTemplate};
-use crate::document::Document;
+use crate::document::{Chat, Document};
 use crate::place::At;
 use crate::{DataError, Fields, Tokenizer};
 
@@ -76,7 +76,7 @@ impl Encoder {
                 vec![(prompt.clone(), false), (completion.clone(), true)],
                 false,
             ),
-            Document::Chat(messages) => {
+            Document::Chat(Chat { messages, .. }) => {
                 let parts = self
                     .chat
                     .as_ref()

@@ -119,9 +119,7 @@ pub enum DataError {
         problem: String,
     },
     /// The chat template is missing or cannot be parsed.
-    #[error(
-        "the chat template {problem}; use a tokenizer with a Jinja template, or train on a text field"
-    )]
+    #[error("the chat template {problem}; correct the template, or use text without one")]
     Template {
         /// What is wrong with it.
         problem: String,

@@ -3,7 +3,8 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 
-use serde_json::Value;
+use minijinja::Value;
+use minijinja::value::ValueKind;
 
 use crate::document::{Document, kind};
 use crate::files::{SourceFile, file_error};
@@ -96,13 +97,10 @@ impl Lines {
         };
         let text = str::from_utf8(without_mark(&self.line, start)).map_err(|_| at.not_utf8())?;
         let value: Value = serde_json::from_str(text).map_err(|error| at.json(problem(&error)))?;
-        let Value::Object(mut object) = value else {
+        if value.kind() != ValueKind::Map {
             return Err(at.json(format!("found {}", kind(&value))));
-        };
-        Ok(Some((
-            Document::from_object(fields, &mut object, &at)?,
-            place,
-        )))
+        }
+        Ok(Some((Document::from_object(fields, &value, &at)?, place)))
     }
 }
 

@@ -67,6 +67,7 @@ mod order;
 mod place;
 mod plain;
 mod position;
+mod python;
 mod rows;
 mod sequence;
 mod stream;

@@ -4,12 +4,12 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use minijinja::Value;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::{ReaderIter, TreeBuilder};
 use parquet::record::{Field, Row};
 use parquet::schema::types::{SchemaDescriptor, Type};
-use serde_json::{Map, Value};
 
 use crate::document::{Document, names};
 use crate::files::SourceFile;
@@ -133,11 +133,16 @@ impl Rows {
             path: &source.path,
             place,
         };
-        let mut object = Map::new();
-        for (name, field) in row.into_columns() {
-            object.insert(name.clone(), json(field, &name, &at)?);
-        }
-        let document = Document::from_object(fields, &mut object, &at)?;
+        let columns = row.into_columns().into_iter();
+        let columns = columns.map(|(name, field)| {
+            let value = value_of(field, &name, &at)?;
+            Ok((name, value))
+        });
+        let object: Value = columns
+            .collect::<Result<Vec<_>, DataError>>()?
+            .into_iter()
+            .collect();
+        let document = Document::from_object(fields, &object, &at)?;
         if document.num_bytes() > MAX_DOCUMENT_BYTES {
             return Err(at.too_long());
         }
@@ -145,10 +150,10 @@ impl Rows {
     }
 }
 
-/// Converts a value to JSON.
-fn json(field: Field, name: &str, at: &At<'_>) -> Result<Value, DataError> {
+/// Converts a field, with the keys of groups in the order of the schema.
+fn value_of(field: Field, name: &str, at: &At<'_>) -> Result<Value, DataError> {
     Ok(match field {
-        Field::Null => Value::Null,
+        Field::Null => Value::from(()),
         Field::Bool(value) => value.into(),
         Field::Byte(value) => value.into(),
         Field::Short(value) => value.into(),
@@ -167,19 +172,21 @@ fn json(field: Field, name: &str, at: &At<'_>) -> Result<Value, DataError> {
         Field::Group(row) => {
             let entries = row.into_columns().into_iter();
             let entries = entries.map(|(key, value)| {
-                let value = json(value, &format!("{name}.{key}"), at)?;
+                let value = value_of(value, &format!("{name}.{key}"), at)?;
                 Ok((key, value))
             });
             // A column exists in all rows. Where a message lacks a key, such as `tool_calls`, it contains null.
-            let entries = entries.filter(|entry| !matches!(entry, Ok((_, Value::Null))));
-            Value::Object(entries.collect::<Result<_, DataError>>()?)
+            let entries =
+                entries.filter(|entry| !matches!(entry, Ok((_, value)) if value.is_none()));
+            let entries: Vec<_> = entries.collect::<Result<_, DataError>>()?;
+            entries.into_iter().collect()
         }
         Field::ListInternal(list) => {
             let items = list
                 .elements()
                 .iter()
-                .map(|item| json(item.clone(), name, at));
-            Value::Array(items.collect::<Result<_, _>>()?)
+                .map(|item| value_of(item.clone(), name, at));
+            Value::from(items.collect::<Result<Vec<_>, _>>()?)
         }
         other => {
             let found = format!("{other:?}");

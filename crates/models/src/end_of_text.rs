@@ -34,12 +34,14 @@ const DROPOUTS: [&str; 5] = [
 /// Settings that make transformers choose tokens by more than their logits, the temperature and a seed. A setting has
 /// no effect if it is null, false, or an empty list or object, if it is 0 and not a token id, or, for
 /// [`NEUTRAL_AT_ONE`], if it is 1.
-const RULES: [&str; 20] = [
+const RULES: [&str; 26] = [
     "bad_words_ids",
     "begin_suppress_tokens",
     "diversity_penalty",
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
     "exponential_decay_length_penalty",
     "force_words_ids",
     "forced_bos_token_id",
@@ -48,6 +50,7 @@ const RULES: [&str; 20] = [
     "guidance_scale",
     "min_length",
     "min_new_tokens",
+    "min_p",
     "no_repeat_ngram_size",
     "num_beams",
     "penalty_alpha",
@@ -55,14 +58,18 @@ const RULES: [&str; 20] = [
     "sequence_bias",
     "stop_strings",
     "suppress_tokens",
+    "top_h",
+    "typical_p",
+    "watermarking_config",
 ];
 
 /// The [`RULES`] that have no effect at 1.
-const NEUTRAL_AT_ONE: [&str; 4] = [
+const NEUTRAL_AT_ONE: [&str; 5] = [
     "encoder_repetition_penalty",
     "guidance_scale",
     "num_beams",
     "repetition_penalty",
+    "typical_p",
 ];
 
 impl ModelConfig {

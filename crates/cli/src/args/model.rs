@@ -97,7 +97,7 @@ pub(crate) struct DataArgs {
     pub(crate) data: Option<PathBuf>,
     /// Read --data as documents of this format [default: by extension]
     ///
-    /// Documents may have any size. They are the rows of .parquet files, the lines of .jsonl and .ndjson files, and with
+    /// A document has at most 16 MiB. Documents are the rows of .parquet files, the lines of .jsonl and .ndjson files, and with
     /// `text`, files or pieces of 64 KiB. They are shuffled by --seed, a twentieth is held out, and a resumed run
     /// continues with the next document on any number of ranks. --data may then also be a folder with such files, or a
     /// glob such as 'data/*.parquet'.

@@ -199,17 +199,16 @@ impl Documents {
         };
         let dataset = Dataset::open(config, Arc::new(tokenizer))?;
         refuse_own(args, path, &dataset)?;
+        // Without anything to learn, the input is wrong, and no rank should start.
+        dataset.training().next_batch(1, 0..1)?;
         let batch = args.training.batch;
         let most = args.data.eval_batches.saturating_mul(batch).max(1);
-        let mut stream = dataset.held_out();
-        let mut held_out = Vec::new();
-        // Batch by batch, so a high limit does not reserve memory for sequences that do not exist.
-        while held_out.len() < most {
-            let some = stream.next_batch(1, 0..1)?;
-            if some.is_empty() {
-                break;
-            }
-            held_out.extend(some);
+        let held_out = held_out(&dataset, most)?;
+        if held_out.is_empty() && args.data.eval_batches > 0 {
+            warnings.push(format!(
+                "there is no evaluation, because none of the documents is in the held-out {:.0} % of all hashes",
+                100.0 * HELD_OUT
+            ));
         }
         let stream = dataset.training();
         let start = stream.position().clone();
@@ -355,6 +354,21 @@ impl fmt::Display for Documents {
             self.dataset
         )
     }
+}
+
+/// Returns at most this many held-out sequences.
+fn held_out(dataset: &Dataset, most: usize) -> Result<Vec<Sequence>, InputError> {
+    let mut stream = dataset.held_out();
+    let mut held_out = Vec::new();
+    // One by one, so a high limit does not reserve memory for sequences that do not exist.
+    while held_out.len() < most {
+        let some = stream.next_batch(1, 0..1)?;
+        if some.is_empty() {
+            break;
+        }
+        held_out.extend(some);
+    }
+    Ok(held_out)
 }
 
 /// Returns how documents share sequences.

@@ -122,3 +122,62 @@ fn chats_in_parquet_are_those_in_jsonl() {
     );
     assert!(of_rows.segments.contains(&2));
 }
+
+/// Templates write objects, for example the arguments of tools, and Python keeps the order of their keys.
+#[test]
+fn objects_have_the_order_of_the_file() {
+    const ARGUMENTS: &str = "{%- for m in messages -%}{%- if m.call -%}{{ m.call|tojson }} {% for k, v in m.call.items() %}{{ k }}\
+        {% endfor %} {{ m.call }}{%- else -%}{{ m.content }}{%- endif -%}{%- endfor -%}";
+    let folder = tempfile::tempdir().expect("a folder");
+    let shown_of = |call: &str| {
+        let path = folder.path().join("chats.jsonl");
+        let user = r#"{"role":"user","content":"?"}"#;
+        let answer = format!(r#"{{"role":"assistant","call":{call}}}"#);
+        files::write(&path, format!("{{\"messages\":[{user},{answer}]}}\n"));
+        shown(&sequence(&path, ARGUMENTS)).0
+    };
+    // Without the last character, which is only a target.
+    assert_eq!(
+        shown_of(r#"{"unit":"C","city":"P"}"#),
+        r#"?{"unit": "C", "city": "P"} unitcity {'unit': 'C', 'city': 'P'"#
+    );
+    assert_eq!(
+        shown_of(r#"{"city":"P","unit":"C"}"#),
+        r#"?{"city": "P", "unit": "C"} cityunit {'city': 'P', 'unit': 'C'"#
+    );
+}
+
+/// Which documents are held out depends on sorted keys, so it is the same for both orders.
+#[test]
+fn the_order_of_keys_does_not_hold_out_other_documents() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let held_out = |swapped: bool| {
+        let path = folder.path().join("chats.jsonl");
+        let line = |number: usize| {
+            let (role, content) = (
+                "\"role\":\"assistant\"",
+                format!("\"content\":\"{number}\""),
+            );
+            let message = if swapped {
+                format!("{content},{role}")
+            } else {
+                format!("{role},{content}")
+            };
+            format!("{{\"messages\":[{{{message}}}]}}\n")
+        };
+        files::write(&path, (0..200).map(line).collect::<String>());
+        let mut config = DataConfig::new(&path, 160);
+        config.fields = Fields::Chat("messages".to_owned());
+        config.held_out = 0.3;
+        let tokenizer = Bytes {
+            template: Some(CHATML.to_owned()),
+        };
+        let data = Dataset::open(config, Arc::new(tokenizer)).expect("it is data");
+        let rows = data.held_out().next_batch(500, 0..500).expect("a batch");
+        let mut inputs: Vec<_> = rows.into_iter().map(|row| row.inputs).collect();
+        inputs.sort();
+        inputs
+    };
+    assert!(!held_out(false).is_empty());
+    assert_eq!(held_out(false), held_out(true));
+}

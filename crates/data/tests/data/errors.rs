@@ -242,7 +242,7 @@ fn empty_data_is_named() {
     config.held_out = 1.0 - f64::EPSILON;
     let data = Dataset::open(config, Arc::new(tokenizer(None))).expect("it is data");
     let error = data.survey().expect_err("all is held out");
-    assert_message(&error, &["a.jsonl"], &["held out"]);
+    assert_message(&error, &["a.jsonl"], &["held-out"]);
     assert!(matches!(
         data.training().next_batch(1, 0..1),
         Err(DataError::Empty { .. })

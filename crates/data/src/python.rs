@@ -1,0 +1,102 @@
+//! Values as Python prints them, because templates are written for a renderer in Python.
+
+use std::fmt::Write;
+
+use minijinja::value::ValueKind;
+use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter};
+
+/// Writes a value as Python's `str` does.
+pub(crate) fn write_python(
+    out: &mut Output<'_>,
+    state: &State<'_, '_>,
+    value: &Value,
+) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => {
+            let text = repr(value)?;
+            out.write_str(&text).map_err(Error::from)
+        }
+        _ => escape_formatter(out, state, value),
+    }
+}
+
+/// Returns a value as Python's `repr` does.
+fn repr(value: &Value) -> Result<String, Error> {
+    Ok(match value.kind() {
+        ValueKind::None => "None".to_owned(),
+        ValueKind::Bool if value.is_true() => "True".to_owned(),
+        ValueKind::Bool => "False".to_owned(),
+        ValueKind::String => repr_of_text(value.as_str().unwrap_or_default()),
+        ValueKind::Seq => {
+            let items: Vec<_> = value
+                .try_iter()?
+                .map(|item| repr(&item))
+                .collect::<Result<_, _>>()?;
+            format!("[{}]", items.join(", "))
+        }
+        ValueKind::Map => {
+            let entry = |key: Value| {
+                Ok(format!(
+                    "{}: {}",
+                    repr(&key)?,
+                    repr(&value.get_item(&key)?)?
+                ))
+            };
+            let entries: Vec<_> = value.try_iter()?.map(entry).collect::<Result<_, Error>>()?;
+            format!("{{{}}}", entries.join(", "))
+        }
+        ValueKind::Number => value.to_string(),
+        other => {
+            let problem = format!("cannot print {other} inside a list or an object");
+            return Err(Error::new(ErrorKind::InvalidOperation, problem));
+        }
+    })
+}
+
+/// Returns a text in quotes: single ones, unless it has only those.
+fn repr_of_text(text: &str) -> String {
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
+    let mut repr = String::from(quote);
+    for char in text.chars() {
+        match char {
+            '\\' => repr.push_str("\\\\"),
+            '\n' => repr.push_str("\\n"),
+            '\r' => repr.push_str("\\r"),
+            '\t' => repr.push_str("\\t"),
+            char if char == quote => repr.extend(['\\', char]),
+            char if char.is_control() => {
+                // Control characters are below U+00A0.
+                let _ = write!(repr, "\\x{:02x}", u32::from(char));
+            }
+            char => repr.push(char),
+        }
+    }
+    repr.push(quote);
+    repr
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::Environment;
+
+    use super::*;
+
+    #[test]
+    fn values_are_printed_as_by_python() {
+        let mut environment = Environment::new();
+        environment.set_formatter(|out, state, value| write_python(out, state, value));
+        let context: Value = serde_json::from_str(
+            r#"{"v": {"b": [1, 2.5, true, null, "a", "it's", "'\"\n\\\u0001\u00e9"], "a": {}}, "t": "x'\n", "n": null, "y": false}"#,
+        )
+        .expect("it is JSON");
+        let found =
+            environment.render_str("{{ v }}|{{ t }}|{{ n }}|{{ y }}|{{ none_such }}", context);
+        // Python 3: print(f"{v}|{t}|{n}|{y}|") with the same values.
+        let expected = "{'b': [1, 2.5, True, None, 'a', \"it's\", '\\'\"\\n\\\\\\x01é'], 'a': {}}|x'\n|None|False|";
+        assert_eq!(found.expect("it renders"), expected);
+    }
+}
