@@ -50,7 +50,7 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_formatter(|out, state, value| write_python(out, state, value));
+        environment.set_formatter(write_python);
         environment.add_filter("tojson", to_json);
         environment.add_function(
             "raise_exception",

@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn values_are_printed_as_by_python() {
         let mut environment = Environment::new();
-        environment.set_formatter(|out, state, value| write_python(out, state, value));
+        environment.set_formatter(write_python);
         let context: Value = serde_json::from_str(
             r#"{"v": {"b": [1, 2.5, true, null, "a", "it's", "'\"\n\\\u0001\u00e9"], "a": {}}, "t": "x'\n", "n": null, "y": false}"#,
         )
