@@ -362,11 +362,10 @@ fn held_out(dataset: &Dataset, most: usize) -> Result<Vec<Sequence>, InputError>
     let mut held_out = Vec::new();
     // One by one, so a high limit does not reserve memory for sequences that do not exist.
     while held_out.len() < most {
-        let some = stream.next_batch(1, 0..1)?;
-        if some.is_empty() {
-            break;
+        match stream.next_batch(1, 0..1)?.pop() {
+            Some(row) => held_out.push(row),
+            None => break,
         }
-        held_out.extend(some);
     }
     Ok(held_out)
 }
