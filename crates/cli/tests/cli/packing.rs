@@ -242,7 +242,8 @@ fn steps_without_the_setting_go_on_as_they_were_trained() {
         without_packing(&folder, "steps/step-000002");
         let report = folder.report(&format!("{RUN} {fields} --steps 6 --resume"));
         assert_eq!(metrics(&folder), metrics(&whole), "{former}");
-        assert!(warnings(&report).is_empty(), "{report}");
+        let is_of_packing = |warning: &&str| warning.contains("packing");
+        assert!(!warnings(&report).iter().any(is_of_packing), "{report}");
         without_packing(&folder, "steps/step-000006");
         let other = format!("{RUN} {fields} --steps 7 --resume --packing documents");
         let run = folder.train(&other);
