@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::document::member;
-use crate::python::write_python;
+use crate::python::{repr_of_float, to_text, write_python};
 
 const NAME: &str = "chat";
 
@@ -51,6 +51,7 @@ impl ChatTemplate {
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(write_python);
+        environment.add_filter("string", to_text);
         environment.add_filter("tojson", to_json);
         environment.add_function(
             "raise_exception",
@@ -286,6 +287,10 @@ impl Formatter for Spaced {
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
         writer.write_all(b": ")
+    }
+
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        writer.write_all(repr_of_float(value).as_bytes())
     }
 }
 

@@ -59,7 +59,8 @@ impl Contents {
             0 => "all files are empty; add documents".to_owned(),
             _ if self.config.held_out > 0.0 => {
                 format!(
-                    "each is empty, too short, without anything to learn, or in the held-out {} % of the data; add documents",
+                    "each is empty, too short, without anything to learn, or in the held-out {} % of the data, or all are less than \
+                     a sequence; add documents, or shorten the sequences",
                     100.0 * self.config.held_out
                 )
             }

@@ -72,7 +72,7 @@ impl Document {
                 let mut canonical = String::new();
                 write_canonical(&messages, &mut canonical);
                 Self::Chat(Chat {
-                    messages: json(&messages),
+                    messages: json(&with_values(&messages)),
                     hash: hash_of([&canonical, ""]),
                 })
             }
@@ -94,6 +94,19 @@ fn field(object: &Value, name: &str, at: &At<'_>) -> Result<Value, DataError> {
         Some(value) => Ok(value),
         None => Err(at.missing(name, names(keys(object).iter().map(String::as_str)))),
     }
+}
+
+/// Returns messages without the keys that have no value, as `transformers` passes them to templates.
+fn with_values(messages: &Value) -> Value {
+    let messages = messages.try_iter().into_iter().flatten();
+    let messages = messages.map(|message| {
+        let entries = keys(&message).into_iter().filter_map(|key| {
+            let value = member(&message, &key).filter(|value| !value.is_none())?;
+            Some((key, value))
+        });
+        entries.collect::<Value>()
+    });
+    messages.collect()
 }
 
 /// Returns the value of a key.

@@ -12,11 +12,35 @@ pub(crate) fn write_python(
     value: &Value,
 ) -> Result<(), Error> {
     match value.kind() {
-        ValueKind::None | ValueKind::Bool | ValueKind::Seq | ValueKind::Map => {
+        ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
             let text = repr(value)?;
             out.write_str(&text).map_err(Error::from)
         }
         _ => escape_formatter(out, state, value),
+    }
+}
+
+/// Jinja's filter `string`.
+pub(crate) fn to_text(value: &Value) -> Result<String, Error> {
+    match value.as_str() {
+        Some(text) => Ok(text.to_owned()),
+        None if value.is_undefined() => Ok(String::new()),
+        None => repr(value),
+    }
+}
+
+/// Returns a float as Python's `repr` does. Rust chooses the same digits, and an exponent for the same numbers.
+pub(crate) fn repr_of_float(value: f64) -> String {
+    let text = format!("{value:?}");
+    match text.split_once('e') {
+        None => text,
+        Some((digits, exponent)) => {
+            let (sign, exponent) = match exponent.strip_prefix('-') {
+                Some(exponent) => ('-', exponent),
+                None => ('+', exponent),
+            };
+            format!("{digits}e{sign}{exponent:0>2}")
+        }
     }
 }
 
@@ -45,7 +69,8 @@ fn repr(value: &Value) -> Result<String, Error> {
             let entries: Vec<_> = value.try_iter()?.map(entry).collect::<Result<_, Error>>()?;
             format!("{{{}}}", entries.join(", "))
         }
-        ValueKind::Number => value.to_string(),
+        ValueKind::Number if value.is_integer() => value.to_string(),
+        ValueKind::Number => repr_of_float(f64::try_from(value.clone())?),
         other => {
             let problem = format!("cannot print {other} inside a list or an object");
             return Err(Error::new(ErrorKind::InvalidOperation, problem));
@@ -90,13 +115,13 @@ mod tests {
         let mut environment = Environment::new();
         environment.set_formatter(write_python);
         let context: Value = serde_json::from_str(
-            r#"{"v": {"b": [1, 2.5, true, null, "a", "it's", "'\"\n\\\u0001\u00e9"], "a": {}}, "t": "x'\n", "n": null, "y": false}"#,
+            r#"{"v": {"b": [1, 2.5, 1e-5, 0.0001, 1e16, 1.5e300, true, null, "a", "it's", "'\"\n\\\u0001\u00e9"], "a": {}}, "t": "x'\n", "n": null, "y": false}"#,
         )
         .expect("it is JSON");
         let found =
             environment.render_str("{{ v }}|{{ t }}|{{ n }}|{{ y }}|{{ none_such }}", context);
         // Python 3: print(f"{v}|{t}|{n}|{y}|") with the same values.
-        let expected = "{'b': [1, 2.5, True, None, 'a', \"it's\", '\\'\"\\n\\\\\\x01é'], 'a': {}}|x'\n|None|False|";
+        let expected = "{'b': [1, 2.5, 1e-05, 0.0001, 1e+16, 1.5e+300, True, None, 'a', \"it's\", '\\'\"\\n\\\\\\x01é'], 'a': {}}|x'\n|None|False|";
         assert_eq!(found.expect("it renders"), expected);
     }
 }

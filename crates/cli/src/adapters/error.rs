@@ -24,7 +24,7 @@ pub(crate) enum AdapterError {
     },
 
     #[error(
-        "step {step} was saved with {found}, but this run trains {expected}; pass the same --lora and --lora-alpha"
+        "step {step} was saved with {found}, but this run trains {expected}; pass the same --lora, --lora-alpha and --base-bits"
     )]
     OtherAdapters {
         step: u64,

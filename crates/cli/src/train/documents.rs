@@ -206,7 +206,7 @@ impl Documents {
         let held_out = held_out(&dataset, most)?;
         if held_out.is_empty() && args.data.eval_batches > 0 {
             warnings.push(format!(
-                "there is no evaluation, because none of the documents is in the held-out {:.0} % of all hashes",
+                "there is no evaluation, because no document, or less than a sequence, is in the held-out {:.0} % of hashes",
                 100.0 * HELD_OUT
             ));
         }

@@ -181,3 +181,19 @@ fn the_order_of_keys_does_not_hold_out_other_documents() {
     assert!(!held_out(false).is_empty());
     assert_eq!(held_out(false), held_out(true));
 }
+
+/// `transformers` removes such keys, and Parquet has them in every row.
+#[test]
+fn keys_without_a_value_are_not_in_a_message() {
+    const KEYS: &str = "{%- for m in messages -%}{{ m.content|default('none') }}{% for k in m %} {{ k }}{% endfor %}\
+        {{ '|' }}{%- endfor -%}";
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("chats.jsonl");
+    let user = r#"{"role":"user","content":"?","name":null}"#;
+    let answer = r#"{"role":"assistant","content":null,"call":{"x":null}}"#;
+    files::write(&path, format!("{{\"messages\":[{user},{answer}]}}\n"));
+    assert_eq!(
+        shown(&sequence(&path, KEYS)).0,
+        "? role content|none role call"
+    );
+}
