@@ -5,6 +5,7 @@ use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, Memory, ShardPolicy, backward, fully_shard, memory, reset_peak};
 
+use super::optimizers::kept_by_kernels;
 use super::{HEAP, NUM_BLOCKS, Net, UNIT, alone, blocks, checkpointing, on_ranks};
 
 const SHAPE: [usize; 2] = [4, 32];
@@ -40,6 +41,8 @@ struct Seen {
 #[test]
 fn the_memory_of_a_rank_is_known_without_the_others() -> Result<(), Error> {
     let _turn = alone();
+    // The threads of real ranks are new, and each gets memory for its kernels.
+    let kept = kept_by_kernels();
     for (ranks, policy) in [
         (2, blocks()),
         (3, blocks().prefetch(1)),
@@ -64,7 +67,11 @@ fn the_memory_of_a_rank_is_known_without_the_others() -> Result<(), Error> {
         println!("{ranks} ranks: {heap} bytes, {together} one by one");
         assert!(heap > NUM_BLOCKS * UNIT, "the model and its states");
         // Ranks need not be at their peaks at the same time.
-        assert!(heap.abs_diff(together) * 20 <= heap, "{heap} {together}");
+        let tolerance = heap / 20 + kept.div_ceil(2) * ranks;
+        assert!(
+            heap.abs_diff(together) <= tolerance,
+            "{heap} {together} {kept}"
+        );
     }
     Ok(())
 }

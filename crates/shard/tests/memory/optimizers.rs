@@ -106,15 +106,18 @@ fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
     Bytes { at_rest, at_most }.over(before)
 }
 
-/// Returns the memory that the threads of two ranks keep for their kernels after a forward and a backward without
-/// sharding. It depends on the caches of the machine.
-fn kept_by_kernels() -> usize {
+/// Returns the memory that the threads of two ranks keep for their kernels after a forward, a backward and a product of
+/// whole matrices without sharding. It depends on the caches of the machine.
+pub(super) fn kept_by_kernels() -> usize {
     let before = settled();
     let seen = on_ranks(2, |world, _| {
         let device = checkpointing();
         let model = Stack::new(&device);
         drop(model.loss(&device).backward());
         drop(model);
+        // Muon multiplies whole matrices.
+        let square = Tensor::<2>::ones([DIM, DIM], &device.inner());
+        drop(square.clone().matmul(square));
         world.barrier("all have dropped their models")?;
         let held = HEAP.current_usage();
         world.barrier("measured")?;
