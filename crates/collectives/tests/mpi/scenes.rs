@@ -113,8 +113,12 @@ fn expect(output: &Output, code: Option<i32>, lines: &[&str]) {
     let [stdout, stderr] =
         [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     let text = format!("{stdout}{stderr}");
-    if code.is_some() {
-        assert_eq!(output.status.code(), code, "{text}");
+    // MPICH's launcher kills the other processes when the first one fails, and returns the code of any of them.
+    let is_of_any = std::env::var_os("BURN_FSDP_MPIRUN").is_some_and(|path| path == "mpirun.mpich");
+    match code {
+        Some(3) if is_of_any => assert!(!output.status.success(), "{text}"),
+        Some(_) => assert_eq!(output.status.code(), code, "{text}"),
+        None => {}
     }
     for line in lines {
         assert!(text.contains(line), "{line:?} is not in {text}");
