@@ -84,12 +84,11 @@ impl DocumentParts {
         heads: usize,
         window: Option<usize>,
     ) -> Tensor<2> {
-        let reach = window;
-        document_attention(
-            packed,
-            self.positions.clone(),
-            DocumentHeads { heads, reach },
-        )
+        let heads = DocumentHeads {
+            heads,
+            reach: window,
+        };
+        document_attention(packed, self.positions.clone(), heads)
     }
 
     /// Returns a mask of the keys before those that a query sees, `[batch, 1, time, time]`. All calls with a window must

@@ -21,6 +21,8 @@ mod outcome;
 mod plain;
 mod precision;
 mod refusals;
+#[path = "../../../shard/tests/extras/rounding.rs"]
+mod rounding;
 mod run;
 mod saving;
 mod training;

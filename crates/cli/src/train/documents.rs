@@ -199,8 +199,6 @@ impl Documents {
         };
         let dataset = Dataset::open(config, Arc::new(tokenizer))?;
         refuse_own(args, path, &dataset)?;
-        // Without anything to learn, the input is wrong, and no rank should start.
-        dataset.training().next_batch(1, 0..1)?;
         let batch = args.training.batch;
         let most = args.data.eval_batches.saturating_mul(batch).max(1);
         let held_out = held_out(&dataset, most)?;
@@ -219,7 +217,7 @@ impl Documents {
             recent: VecDeque::new(),
             positions: VecDeque::from([(0, start)]),
         };
-        Ok(Self {
+        let documents = Self {
             dataset,
             codec,
             held_out,
@@ -228,7 +226,10 @@ impl Documents {
             packing,
             batch,
             shared: Mutex::new(shared),
-        })
+        };
+        // Without anything to learn, the input is wrong, and no rank should start.
+        documents.rows(0, 0..0)?;
+        Ok(documents)
     }
 
     fn shared(&self) -> MutexGuard<'_, Shared> {
@@ -250,6 +251,7 @@ impl Documents {
             problem: format!("step {} was saved without one", saved.step),
         })?;
         shared.stream = self.dataset.resume(&position)?;
+        shared.recent.clear();
         shared.positions = VecDeque::from([(first_step, position)]);
         shared.next = first_step;
         shared.is_resumed = true;
@@ -326,10 +328,8 @@ impl Documents {
     pub(crate) fn prompt(&self, len: usize) -> Option<Vec<i64>> {
         let row = self.held_out.first()?;
         let learned = row.learned.iter().position(|learned| *learned)?;
-        let (is_text, document) = (
-            matches!(self.fields, Fields::Text(_)),
-            row.segments[learned],
-        );
+        let is_text = matches!(self.fields, Fields::Text(_));
+        let document = row.segments[learned];
         let is_joined = self.packing == PackingArg::Joined;
         let prompt = row.inputs.iter().enumerate().filter(|(index, _)| {
             let is_own = is_joined || row.segments[*index] == document;

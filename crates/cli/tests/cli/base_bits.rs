@@ -8,6 +8,7 @@ use crate::command::{Folder, crate_folder, losses, relative_difference};
 use crate::hugging_face::{
     Factors, GPT2, LLAMA, assert_close, folders, loaded, ok, plainly, report, train,
 };
+use crate::rounding::rounded;
 
 /// A step that changes nothing and reports the loss of the first batch.
 const STILL: &str = "--lr 0 --weight-decay 0 --steps 1 --synthetic";
@@ -38,50 +39,6 @@ const CASES: [Case; 3] = [
         &[".attn.c_attn.weight", ".c_fc.weight"],
     ),
 ];
-
-/// The levels of the QLoRA paper, appendix E.
-#[allow(clippy::excessive_precision, reason = "the digits of the paper")]
-const NF4: [f32; 16] = [
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-];
-
-/// The elements of a matrix `[in, out]`: in blocks of 64, each is the nearest level times the block's largest magnitude.
-fn rounded(bits: usize, values: &[f32]) -> Vec<f32> {
-    let levels: Vec<f32> = match bits {
-        4 => NF4.to_vec(),
-        _ => (-127..=127).map(|number| number as f32 / 127.0).collect(),
-    };
-    let mut all = Vec::new();
-    for block in values.chunks(64) {
-        let largest = block
-            .iter()
-            .fold(0.0, |most: f32, value| most.max(value.abs()));
-        for value in block {
-            let part = f64::from(value / largest);
-            let distance = |level: &f32| (f64::from(*level) - part).abs();
-            let nearest = levels
-                .iter()
-                .min_by(|one, other| distance(one).total_cmp(&distance(other)));
-            all.push(nearest.expect("levels") * largest);
-        }
-    }
-    all
-}
 
 fn is_adapted(spec: &ParameterSpec, ends: &[&str]) -> bool {
     ends.iter().any(|end| spec.name.ends_with(end))

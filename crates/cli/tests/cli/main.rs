@@ -47,6 +47,8 @@ mod processes;
 mod prompts;
 mod report;
 mod restarts;
+#[path = "../../../shard/tests/extras/rounding.rs"]
+mod rounding;
 mod runs;
 mod settings;
 mod shell;

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_models::{
@@ -13,7 +12,7 @@ use burn_fsdp_models::{
     SlidingWindow, Targets,
 };
 
-use crate::families;
+use crate::families::{self, gradients_of, values};
 use crate::skipped::python;
 
 const SEQ: usize = 24;
@@ -175,10 +174,6 @@ fn ints(values: Vec<i64>, shape: [usize; 2], device: &Device) -> Tensor<2, Int> 
     Tensor::from_data(TensorData::new(values, shape), device)
 }
 
-fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
-    tensor.into_data().try_to_vec().expect("floats")
-}
-
 /// Returns token `at` of all, and its successor.
 fn token(at: usize, vocab: usize) -> [i64; 2] {
     [at, at + 1].map(|at| (at * at * 7 + at / 3) as i64 % vocab as i64)
@@ -191,36 +186,8 @@ fn weight(at: usize) -> f32 {
     [0.5, 2.0, 0.0, 1.0, 1.5][at % 5]
 }
 
-struct Found<'a> {
-    gradients: &'a GradientsParams,
-    path: Vec<String>,
-    found: BTreeMap<String, Vec<f32>>,
-}
-
-impl ModuleVisitor for Found<'_> {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let gradient = self.gradients.get::<D>(param.id).expect("a gradient");
-        self.found.insert(self.path.join("."), values(gradient));
-    }
-}
-
 fn results<M: LanguageModel>(model: &M, losses: Tensor<1>, mean: Tensor<1>) -> Results {
-    let gradients = GradientsParams::from_grads(mean.backward(), model);
-    let mut found = Found {
-        gradients: &gradients,
-        path: Vec::new(),
-        found: BTreeMap::new(),
-    };
-    model.visit(&mut found);
-    (values(losses), found.found)
+    (values(losses), gradients_of(model, mean))
 }
 
 fn losses<M: LanguageModel>(

@@ -108,7 +108,7 @@ pub(crate) fn loaded(folder: &Path, device: &Device) -> Llama {
     weights.load(device).expect("readable")
 }
 
-fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+pub(crate) fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().try_to_vec().expect("floats")
 }
 
@@ -149,6 +149,18 @@ impl ModuleVisitor for Found<'_> {
     }
 }
 
+/// Returns the gradients of a loss by the path of their parameter.
+pub(crate) fn gradients_of<M: Module>(model: &M, loss: Tensor<1>) -> BTreeMap<String, Vec<f32>> {
+    let gradients = GradientsParams::from_grads(loss.backward(), model);
+    let mut found = Found {
+        gradients: &gradients,
+        path: Vec::new(),
+        found: BTreeMap::new(),
+    };
+    model.visit(&mut found);
+    found.found
+}
+
 /// Returns values of a matrix of `[rows, columns]` with the dims exchanged.
 fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     let element = |index: usize| values[index % rows * columns + index / rows];
@@ -175,16 +187,10 @@ fn folders_of_transformers_have_its_logits_loss_and_gradients() {
                 difference(&values(loss.clone()), &expected["loss"].1),
             ),
         ];
-        let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        let mut found = Found {
-            gradients: &gradients,
-            path: Vec::new(),
-            found: BTreeMap::new(),
-        };
-        model.visit(&mut found);
+        let mut gradients = gradients_of(&model, loss);
         let mut worst: f32 = 0.0;
         for spec in sizes.parameters() {
-            let ours = found.found.remove(&spec.path).expect(&spec.path);
+            let ours = gradients.remove(&spec.path).expect(&spec.path);
             let (shape, theirs) = &expected[&format!("grad.{}", spec.name)];
             assert_eq!(*shape, spec.shape, "{name}: {}", spec.name);
             let ours = if spec.is_transposed {
@@ -196,7 +202,7 @@ fn folders_of_transformers_have_its_logits_loss_and_gradients() {
             assert!(apart < TOLERANCE, "{name}: {} by {apart:e}", spec.name);
             worst = worst.max(apart);
         }
-        assert!(found.found.is_empty(), "{name}: {:?}", found.found.keys());
+        assert!(gradients.is_empty(), "{name}: {:?}", gradients.keys());
         differences.push(("gradients", worst));
         println!("{name}: {differences:?}");
         for (of, apart) in differences {

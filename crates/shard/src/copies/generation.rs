@@ -277,7 +277,8 @@ impl Generation {
 
     /// Returns the untracked value of `slot`, on an autodiff device if the module uses one.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
-        device::tracked(self.plain(slot), &self.held(slot).device)
+        let Value { plain, device, .. } = self.held(slot);
+        device::tracked(self.unit.elements_of(slot, plain), &device)
     }
 
     pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {

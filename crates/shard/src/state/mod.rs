@@ -1,7 +1,7 @@
 //! Reads, saves and changes the tensors of a sharded module between steps, whole or in this rank's parts.
 //!
-//! - `tensors`: the tensors, and where their elements are. `unpacked`: the elements of a base in fewer bits. `full`: whole parameters, all at once or one by one. `local`:
-//!   this rank's parts, as bytes.
+//! - `tensors`: the tensors, and where their elements are. `unpacked`: the elements of a base in fewer bits. `full`: whole
+//!   parameters, all at once or one by one. `local`: this rank's parts, as bytes.
 //! - `record`: Burn's records; `recorded`: a record tensor by tensor. `buffers`: running states. `stand_ins`: the
 //!   stand-ins in the fields.
 //! - `average`: moving averages. `agreement`: the check that all ranks hold the same values.

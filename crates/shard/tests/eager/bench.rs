@@ -99,11 +99,21 @@ pub(crate) fn plainly_on<M: Module + 'static>(
     steps: usize,
 ) -> Outcome {
     let device = device.clone().autodiff();
-    let mut model = seeded((case.build)(&device), SEED);
+    let model = seeded((case.build)(&device), SEED);
+    trained_plainly(model, case.loss, &device, [ranks, steps])
+}
+
+/// Trains a plain module for `steps` steps on the joined batch of `ranks` ranks.
+pub(crate) fn trained_plainly<M: Module>(
+    mut model: M,
+    loss: fn(&M, usize, usize, &Device) -> Tensor<1>,
+    device: &Device,
+    [ranks, steps]: [usize; 2],
+) -> Outcome {
     let mut optim = optimizer();
     let mut losses = Vec::new();
     for step in 0..steps {
-        let parts = (0..ranks).map(|rank| (case.loss)(&model, rank, step, &device));
+        let parts = (0..ranks).map(|rank| loss(&model, rank, step, device));
         let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
         let loss = sum.div_scalar(ranks as f32);
         losses.push(loss.clone().into_scalar::<f32>());

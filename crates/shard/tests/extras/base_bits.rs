@@ -2,7 +2,6 @@
 
 use burn::module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
 use burn::tensor::activation::gelu;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Mesh, OperationKind, ProcessGroup, ProcessMesh};
@@ -14,9 +13,10 @@ use burn_fsdp_shard::{
 
 use super::bench::{
     Case, Outcome, SEED, Way, assert_close, assert_same, build, device, joined, on_ranks,
-    optimizer, params, plain_device, seeded, train_by,
+    optimizer, params, plain_device, seeded, train_by, trained_plainly,
 };
 use super::nets::input;
+use super::rounding::{self, NF4};
 
 const BOTH: [BaseBits; 2] = [BaseBits::Eight, BaseBits::Four];
 
@@ -78,49 +78,13 @@ fn policy(bits: BaseBits) -> ShardPolicy {
     policy.lora(adapters()).base_in(bits)
 }
 
-/// The levels of the QLoRA paper, appendix E.
-#[allow(clippy::excessive_precision, reason = "the digits of the paper")]
-const NF4: [f32; 16] = [
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-];
-
-/// The elements of a matrix in these bits, by the formulas of the documentation: in blocks of 64 elements of the whole
-/// matrix, each element is the nearest level times the largest magnitude of its block.
+/// The elements of a matrix in these bits.
 fn rounded(bits: BaseBits, values: &[f32]) -> Vec<f32> {
-    let levels: Vec<f32> = match bits {
-        BaseBits::Four => NF4.to_vec(),
-        BaseBits::Eight => (-127..=127).map(|number| number as f32 / 127.0).collect(),
+    let bits = match bits {
+        BaseBits::Eight => 8,
+        BaseBits::Four => 4,
     };
-    let mut all = Vec::new();
-    for block in values.chunks(64) {
-        let largest = block
-            .iter()
-            .fold(0.0, |most: f32, value| most.max(value.abs()));
-        for value in block {
-            let part = if largest == 0.0 { 0.0 } else { value / largest };
-            let distance = |level: &f32| (f64::from(*level) - f64::from(part)).abs();
-            let nearest = levels
-                .iter()
-                .min_by(|one, other| distance(one).total_cmp(&distance(other)));
-            all.push(nearest.expect("levels") * largest);
-        }
-    }
-    all
+    rounding::rounded(bits, values)
 }
 
 /// A mapper that keeps track of paths, and changes the values of some parameters in 32 bits.
@@ -180,19 +144,7 @@ fn plain(device: &Device, bits: BaseBits) -> Net {
 
 fn plainly(bits: BaseBits, ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
-    let mut model = plain(&device, bits);
-    let mut optim = optimizer();
-    let mut losses = Vec::new();
-    for step in 0..steps {
-        let parts = (0..ranks).map(|rank| model.loss(rank, step, &device));
-        let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
-        let loss = sum.div_scalar(ranks as f32);
-        losses.push(loss.clone().into_scalar::<f32>());
-        let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optim.step(1e-2, model, gradients);
-    }
-    let params = params(&model);
-    Outcome { losses, params }
+    trained_plainly(plain(&device, bits), Net::loss, &device, [ranks, steps])
 }
 
 /// The module sharded by `policy`, with the factors of every run.

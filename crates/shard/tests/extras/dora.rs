@@ -4,7 +4,6 @@ use burn::module::{
     Lora, LoraAdapter, Module, ModuleMapper, Param, ParamGroup, Reparameterization, Reparameterizer,
 };
 use burn::nn::LinearConfig;
-use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Mesh, ProcessMesh};
 use burn_fsdp_shard::{
@@ -14,7 +13,7 @@ use burn_fsdp_shard::{
 
 use super::bench::{
     Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params,
-    plain_device, seeded, whole_params,
+    plain_device, seeded, trained_plainly, whole_params,
 };
 use super::nets::{Block, Mlp, tokens};
 
@@ -131,19 +130,7 @@ fn plain(device: &Device) -> Mlp {
 /// The parameters after `steps` steps of plain Burn on the joined batch.
 fn plainly(ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
-    let mut model = plain(&device);
-    let mut optim = optimizer();
-    let mut losses = Vec::new();
-    for step in 0..steps {
-        let parts = (0..ranks).map(|rank| model.loss(rank, step, &device));
-        let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
-        let loss = sum.div_scalar(ranks as f32);
-        losses.push(loss.clone().into_scalar::<f32>());
-        let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optim.step(1e-2, model, gradients);
-    }
-    let params = params(&model);
-    Outcome { losses, params }
+    trained_plainly(plain(&device), Mlp::loss, &device, [ranks, steps])
 }
 
 fn trained(

@@ -14,7 +14,7 @@ use burn_fsdp_shard::{
 
 use super::bench::{
     Case, Outcome, SEED, Way, assert_close, assert_same, build, device, joined, on_ranks,
-    optimizer, params, plain_device, seeded, since, train_by,
+    optimizer, params, plain_device, seeded, since, train_by, trained_plainly,
 };
 use super::nets::{Block, Mlp, tokens};
 
@@ -101,21 +101,12 @@ impl Reparameterizer for Groups {
 /// The parameters after `steps` steps of plain Burn on the joined batch.
 fn plainly(ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
-    let mut model = plain(&device, adapters());
-    let mut optim = optimizer();
-    let mut losses = Vec::new();
-    for step in 0..steps {
-        let parts = (0..ranks).map(|rank| model.loss(rank, step, &device));
-        let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
-        let loss = sum.div_scalar(ranks as f32);
-        losses.push(loss.clone().into_scalar::<f32>());
-        let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optim.step(1e-2, model, gradients);
-    }
-    Outcome {
-        losses,
-        params: params(&model),
-    }
+    trained_plainly(
+        plain(&device, adapters()),
+        Mlp::loss,
+        &device,
+        [ranks, steps],
+    )
 }
 
 /// The sharded module with the same values.

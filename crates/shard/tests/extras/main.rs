@@ -36,6 +36,7 @@ mod owners;
 mod packed;
 mod refused;
 mod restores;
+mod rounding;
 mod running;
 mod scaler;
 #[path = "../../../collectives/tests/skipped/mod.rs"]
