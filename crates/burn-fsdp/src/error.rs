@@ -74,10 +74,17 @@ pub enum Error {
     },
     /// Adapters that sharding would attach, in Burn's training loop.
     #[error(
-        "the policy attaches LoRA adapters, but Burn's loop saves and resumes the model without them; write your \
-         own loop: `launch`, `fully_shard`, `backward`, `step`"
+        "the policy attaches LoRA adapters, but Burn's loop saves and resumes the model that you pass, which does not \
+         have them; call Burn's `apply_lora` on the model instead, or write your own loop: `launch`, `fully_shard`, \
+         `backward`, `step`"
     )]
     AdaptersInTraining,
+    /// A step that does not scale its loss, in a training run with a loss scaler.
+    #[error(
+        "the training run scales losses, but a step computed its backward without the scale; in `TrainStep::step`, call \
+         `FullySharded::scale_loss(loss).backward()`, or omit `FullySharded::loss_scaler`"
+    )]
+    UnscaledLoss,
     /// A model without autodiff, in Burn's training loop.
     #[error(
         "the model is on a device without autodiff and cannot be trained; build it on one such as \

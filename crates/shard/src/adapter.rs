@@ -3,6 +3,8 @@
 use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 
+use crate::survey::Origin;
+
 /// The adapter of one parameter of a unit: the effective weight is `base + scale * (a @ b)`, as in Burn's `LoraAdapter`
 /// (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit.
 ///
@@ -20,6 +22,7 @@ pub(crate) struct Adapter {
     pub(crate) columns: usize,
     pub(crate) rank: usize,
     pub(crate) scale: f64,
+    pub(crate) origin: Origin,
 }
 
 /// The kinds of low-rank adapters.

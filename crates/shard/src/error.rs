@@ -43,8 +43,8 @@ pub enum Error {
     #[error(
         "no parameter of the module gets a gradient: it was built on a device without autodiff, is entirely frozen, or \
          no trained parameter took part in the loss; build it on `Device::flex().autodiff().gradient_checkpointing()`, \
-         leave a parameter unfrozen, and pass LoRA adapters to the policy (`ShardPolicy::lora`) instead of calling \
-         `apply_lora`, which freezes sharded parameters"
+         leave a parameter unfrozen, and attach LoRA adapters before sharding, or by the policy (`ShardPolicy::lora`): \
+         `apply_lora` only freezes parameters that are already sharded"
     )]
     NoGraph,
     /// An unmanaged parameter that several ranks share, because ranks are threads and the module was cloned into them.
@@ -119,8 +119,8 @@ pub enum Error {
     /// A parameter that already has another reparameterization.
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`, and sharding would drop it because Burn \
-         keeps only one per parameter; attach LoRA adapters with `ShardPolicy::lora` and load a record of them \
-         afterwards, or merge the existing one with `Module::materialize`"
+         keeps only one per parameter; merge it with `Module::materialize`, or attach an adapter with `apply_lora` to a \
+         weight that is sharded: neither ignored, nor shared with an earlier field, nor quantized"
     )]
     Reparameterized {
         /// Path of the parameter.
@@ -168,7 +168,7 @@ pub enum Error {
     /// A parameter of an element type that cannot be reduced.
     #[error(
         "parameter `{path}` has element type {got}, but sharded parameters must be f32, f64, f16 or bf16; cast it first, \
-         or quantize after training"
+         quantize after training, or let `ShardPolicy::base_in` quantize the base of adapters"
     )]
     ElementType {
         /// Path of the parameter.

@@ -29,15 +29,26 @@ pub(crate) struct Found {
     pub(crate) layer: Option<Arc<Layer>>,
 }
 
-/// An adapter that sharding attaches.
+/// An adapter of a parameter, before it has slots.
 #[derive(Debug, Clone)]
 pub(crate) struct NewAdapter {
     /// The path of the parameter that it adapts.
     pub(crate) path: String,
     /// The factor by which the product of both factors is multiplied.
     pub(crate) scale: f64,
-    /// The standard deviation of the initial values of `a`.
-    pub(crate) std: f64,
+    pub(crate) origin: Origin,
+}
+
+/// Where an adapter comes from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Origin {
+    /// The policy attaches it.
+    Policy {
+        /// The standard deviation of the initial values of `a`.
+        std: f64,
+    },
+    /// The module had it before it was sharded, and plain copies of the module have it again.
+    Module,
 }
 
 impl Found {

@@ -31,7 +31,9 @@ pub(crate) fn check_same<M: LearnerModel>(
             "the number of validated items",
             text(&course.validated_items),
         ),
+        ("the replicas", text(&course.settings.replicas)),
         ("the clipping", text(&course.settings.clip)),
+        ("the loss scaler", text(&course.settings.scaler)),
         ("the model's tensors", of_tensors(model)),
     ];
     let sums: Vec<u64> = own.iter().map(|(_, sum)| *sum).collect();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use burn::train::logger::InMemoryMetricLogger;
 use burn::train::renderer::CliMetricsRenderer;
 use burn::train::{
@@ -14,13 +14,14 @@ use burn::train::{
     TrainingStrategy,
 };
 use burn_fsdp_collectives::{LaunchConfig, LaunchError, ProcessGroup, processes};
-use burn_fsdp_shard::{BufferSync, Clip, ShardPolicy, sync_buffers, unsharded};
+use burn_fsdp_shard::{BufferSync, Clip, LossScaler, ShardPolicy, sync_buffers, unsharded};
 
 use crate::error::Error;
 use crate::train::lent::Lent;
 use crate::train::lock::held;
 use crate::train::outputs::Codecs;
 use crate::train::portable::Portable;
+use crate::train::scaled::scaled;
 use crate::train::settings::Settings;
 use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 
@@ -55,6 +56,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// - A loss must depend on the model's parameters on every rank: if a rank's step skips the model, the others wait for
 ///   it.
 /// - Metrics that join the outputs of all steps (AUROC) need them on one device.
+/// - The policy cannot attach adapters. Call Burn's `apply_lora` on the model instead.
 /// - Tensors of records are read on demand. A custom checkpointer that reads them keeps them in memory.
 /// - Outputs of a step are values of any type, which cannot be sent between processes. If `mpirun` started the program,
 ///   [`launch`](Self::launch) is rejected; use [`launch_among_processes`](Self::launch_among_processes).
@@ -161,18 +163,29 @@ impl FullySharded {
     pub fn new(ranks: LaunchConfig) -> Self {
         Self(Settings {
             ranks,
+            replicas: 1,
             policy: ShardPolicy::new(),
             clip: None,
+            scaler: None,
             devices: Vec::new(),
             scratch: None,
         })
     }
 
-    /// Sets the sharding policy, including the units. The mesh has only one axis, so a policy with a replicate axis is
-    /// rejected.
+    /// Sets the sharding policy, including the units. Set the number of replicas with [`replicas`](Self::replicas), not
+    /// with the policy's axes.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
         self.0.policy = policy;
+        self
+    }
+
+    /// Selects hybrid sharding: the ranks form `replicas` groups of consecutive ranks, such as the ranks of one machine.
+    /// Each group holds the whole model in shards, and gathers only within itself. Gradients are averaged over all
+    /// ranks. The number of ranks must be a multiple of `replicas`. The default is one replica.
+    #[must_use]
+    pub fn replicas(mut self, replicas: usize) -> Self {
+        self.0.replicas = replicas;
         self
     }
 
@@ -181,6 +194,25 @@ impl FullySharded {
     pub fn clip_grad_norm(mut self, clip: Clip) -> Self {
         self.0.clip = Some(clip);
         self
+    }
+
+    /// Scales the losses, so that small gradients in `f16` do not become zero. The steps of the model must compute their
+    /// backward with [`scale_loss`](Self::scale_loss); a step that does not is an error. A step with a gradient that is
+    /// infinite or not a number, on any rank, is skipped, and the scale decreases. Burn's checkpoints do not contain the
+    /// scale, so a resumed training run starts with the scaler's first scale.
+    #[must_use]
+    pub fn loss_scaler(mut self, scaler: LossScaler) -> Self {
+        self.0.scaler = Some(scaler);
+        self
+    }
+
+    /// Returns the loss times the current scale, for the backward in [`TrainStep::step`](burn::train::TrainStep::step):
+    /// `FullySharded::scale_loss(output.loss.clone()).backward()`. Without a [scaler](Self::loss_scaler), and outside of
+    /// a sharded training run, it returns the loss unchanged.
+    ///
+    /// Not collective. Each call in a step must scale a loss of that step.
+    pub fn scale_loss<const D: usize>(loss: Tensor<D>) -> Tensor<D> {
+        scaled(loss)
     }
 
     /// Sets the devices: rank `i` computes on the `i`th one. If there are fewer devices than ranks, the devices repeat.

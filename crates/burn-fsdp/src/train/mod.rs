@@ -5,7 +5,8 @@
 //! - `lent`: the model of Burn's learner while ranks use it; `lock`: locks for data that threads share.
 //! - `strategy`: Burn's strategy: the split among ranks, and the results.
 //! - `course`: the settings that all ranks share; `agreement`: the check that process ranks have the same settings.
-//! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: rank 0's work for all.
+//! - `rank`: the loop of one rank. `groups`: its groups of ranks. `rounds`: the batches of all ranks, step by step. `lead`: rank 0's work for all.
+//! - `scaled`: the scale of a step's loss, which the user's step asks for.
 //! - `outputs`: the steps' outputs for the metrics, in transit to rank 0; `portable`: outputs as tensors that can be
 //!   sent between processes.
 //! - `stop`: the reason why a rank stops, and its message to the others; `notes`: messages between ranks.
@@ -16,6 +17,7 @@ mod agreement;
 mod course;
 mod filed;
 mod fully_sharded;
+mod groups;
 mod lead;
 mod lent;
 mod lock;
@@ -24,6 +26,7 @@ mod outputs;
 pub(crate) mod portable;
 mod rank;
 mod rounds;
+mod scaled;
 mod scratch;
 mod settings;
 mod staging;

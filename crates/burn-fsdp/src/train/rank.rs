@@ -6,11 +6,11 @@ use burn::data::dataset::DatasetError;
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use burn::train::{InferenceStep, Learner, LearnerModel, TrainStep, TrainingItem};
+use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    Agreement, BufferSync, catch, check_agreement, check_elementwise, check_same_optimizer,
-    clip_grad_norm, fully_shard, local_ids, sync_buffers,
+    Agreement, BufferSync, LossScaler, catch, check_agreement, check_elementwise,
+    check_same_optimizer, clip_grad_norm, local_ids, sync_buffers,
 };
 use serde::{Deserialize, Serialize};
 
@@ -18,11 +18,13 @@ use crate::error::Error;
 use crate::state_types::check_state_types;
 use crate::train::agreement::{Rates, check_same};
 use crate::train::course::{Course, Ranks};
+use crate::train::groups::Groups;
 use crate::train::lead::Lead;
 use crate::train::lent::Lent;
 use crate::train::notes::exchanged;
 use crate::train::outputs::progress;
 use crate::train::rounds::{Next, Own, Round, Rounds, Share, Turn, Weight};
+use crate::train::scaled::within;
 use crate::train::scratch::Scratch;
 use crate::train::staging::staged;
 use crate::train::stop::Stop;
@@ -78,7 +80,7 @@ pub(crate) fn train<M: LearnerModel>(
         check_same(world, &course, &model)?;
     }
     let policy = course.settings.policy.clone().gradient_hook(by_items);
-    let mut model = fully_shard(model, world, policy)?;
+    let (mut model, groups) = Groups::shard(model, world, course.settings.replicas, policy)?;
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.saves {
@@ -96,17 +98,18 @@ pub(crate) fn train<M: LearnerModel>(
         // Fail now, rather than after the first epoch, if the folder cannot be written to.
         drop(Scratch::new(parent)?);
     }
-    let optimizer = divided(&model, optimizer, whole, world, parent)?;
+    let optimizer = divided(&model, optimizer, whole, &groups, parent)?;
     let rates = match course.among {
         Ranks::Threads => None,
         Ranks::Processes => Some(Rates::of(&model)?),
     };
     let mut rank = Rank {
-        world,
+        groups,
         device,
         rates,
         model: Some(model),
         optimizer,
+        scaler: course.settings.scaler.clone(),
         learner,
         course,
         lead,
@@ -179,8 +182,8 @@ struct End {
 }
 
 /// One rank in the middle of a training run.
-struct Rank<'a, M: LearnerModel> {
-    world: &'a ProcessGroup,
+struct Rank<M: LearnerModel> {
+    groups: Groups,
     /// The device where outputs of other processes are reassembled.
     device: Device,
     /// The learning rates, which processes compare.
@@ -189,12 +192,14 @@ struct Rank<'a, M: LearnerModel> {
     model: Option<M>,
     optimizer: ModuleOptimizer,
     learner: Learner<Lent<M>>,
+    /// The scaler of the losses, if they are scaled.
+    scaler: Option<LossScaler>,
     course: Course<M>,
     lead: Option<Lead<M>>,
     weight: Weight,
 }
 
-impl<M: LearnerModel> Rank<'_, M> {
+impl<M: LearnerModel> Rank<M> {
     /// Trains and validates one epoch, saves it, and agrees on whether another one follows.
     fn epoch(
         &mut self,
@@ -235,7 +240,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             let outputs = &self.course.outputs.training;
             let Turn { next, waiting } = self.next(&mut rounds, outputs.waiting())?;
             let rates = Some(self.learner.lr_current());
-            outputs.bring(self.world, &waiting, &self.device, rates.as_ref())?;
+            outputs.bring(&self.groups.world, &waiting, &self.device, rates.as_ref())?;
             self.as_lead(|lead| lead.pass_on());
             let Round {
                 batch,
@@ -249,7 +254,7 @@ impl<M: LearnerModel> Rank<'_, M> {
                 Next::Stopped(failure, by) => return Ok(self.stopped(failure, by)),
             };
             self.weight.set(weight);
-            let output = catch(|| TrainStep::step(self.model(), batch))?;
+            let output = self.run(batch)?;
             match self.course.accumulation {
                 None => self.step(output.grads)?,
                 Some(accumulation) => {
@@ -265,15 +270,41 @@ impl<M: LearnerModel> Rank<'_, M> {
                 let progress = progress(had_by_all, self.course.items);
                 let rates = Some(self.learner.lr_current());
                 let item = TrainingItem::new(output.item, progress, Some(iteration), rates);
-                self.course.outputs.training.put(self.world.rank(), item)?;
+                self.course
+                    .outputs
+                    .training
+                    .put(self.groups.world.rank(), item)?;
             }
         }
         Ok(After::Another)
     }
 
-    /// Runs one optimizer step, at the schedule's next rates.
+    /// Runs the user's step, forward and backward.
+    fn run(
+        &self,
+        batch: <M as TrainStep>::Input,
+    ) -> Result<TrainOutput<<M as TrainStep>::Output>, Error> {
+        let step = || Ok(catch(|| TrainStep::step(self.model(), batch))?);
+        let Some(scaler) = &self.scaler else {
+            return step();
+        };
+        match within(scaler, step) {
+            (output, true) => output,
+            (output, false) => output.and(Err(Error::UnscaledLoss)),
+        }
+    }
+
+    /// Runs one optimizer step, at the schedule's next rates. Skips it if scaled gradients overflow on any rank.
     fn step(&mut self, gradients: GradientsParams) -> Result<(), Error> {
         self.learner.lr_step();
+        let model = self.model.as_ref().expect("the optimizer gives it back");
+        let gradients = match &mut self.scaler {
+            Some(scaler) => match scaler.unscale(model, gradients)? {
+                Some(gradients) => gradients,
+                None => return Ok(()),
+            },
+            None => gradients,
+        };
         let gradients = match self.course.settings.clip {
             Some(clip) => clip_grad_norm(self.model(), gradients, clip)?.gradients,
             None => gradients,
@@ -293,7 +324,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         for iteration in 1.. {
             let outputs = &self.course.outputs.validation;
             let Turn { next, waiting } = self.next(&mut rounds, outputs.waiting())?;
-            outputs.bring(self.world, &waiting, &device, None)?;
+            outputs.bring(&self.groups.world, &waiting, &device, None)?;
             self.as_lead(|lead| lead.pass_on());
             let round = match next {
                 Next::Round(round) => round,
@@ -307,7 +338,7 @@ impl<M: LearnerModel> Rank<'_, M> {
                 self.course
                     .outputs
                     .validation
-                    .put(self.world.rank(), item)?;
+                    .put(self.groups.world.rank(), item)?;
             }
         }
         Ok(After::Another)
@@ -323,7 +354,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         let staged = staged(
             self.model(),
             &self.optimizer,
-            self.world,
+            &self.groups,
             files.transpose()?,
         )?;
         let Some((lead, staged)) = self.lead.as_mut().zip(staged) else {
@@ -343,13 +374,13 @@ impl<M: LearnerModel> Rank<'_, M> {
             rates: rates.map_or(0, |rates| rates.fingerprint(&self.learner.lr_current())),
             waiting,
         };
-        rounds.next(self.world, own)
+        rounds.next(&self.groups.world, own)
     }
 
     /// Ends training on all ranks if any rank `ends` it or was stopped.
     fn agreed(&self, ends: bool) -> Result<After, Error> {
         let stop = Stop::of(&self.course.interrupter);
-        let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;
+        let all = exchanged(&self.groups.world, "end of an epoch", &End { ends, stop })?;
         let ends = all.iter().any(|end| end.ends);
         Ok(match Stop::first(all.into_iter().map(|end| end.stop)) {
             Some(by) => self.stopped(None, by),

@@ -4,13 +4,17 @@ use std::path::PathBuf;
 
 use burn::tensor::Device;
 use burn_fsdp_collectives::LaunchConfig;
-use burn_fsdp_shard::{Clip, ShardPolicy};
+use burn_fsdp_shard::{Clip, LossScaler, ShardPolicy};
 
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     pub(crate) ranks: LaunchConfig,
+    /// The number of replicas, each sharded over the same number of ranks.
+    pub(crate) replicas: usize,
     pub(crate) policy: ShardPolicy,
     pub(crate) clip: Option<Clip>,
+    /// The scaler at the first step, if losses are scaled.
+    pub(crate) scaler: Option<LossScaler>,
     /// The device of each rank, in order; empty for the model's device.
     pub(crate) devices: Vec<Device>,
     /// The folder for files in transit to and from checkpoints, if the user named one.

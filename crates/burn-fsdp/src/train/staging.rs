@@ -4,11 +4,11 @@
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::store::ModuleRecord;
-use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{RecordedTensor, recorded_state};
 use burn_pack::{Tensor as PackedTensor, Writer};
 
 use crate::error::{CheckpointError, Error};
+use crate::train::groups::Groups;
 use crate::train::scratch::{Pile, Scratch};
 use crate::train::whole_state::filed;
 
@@ -29,17 +29,17 @@ pub(crate) struct Staged {
 pub(crate) fn staged<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
-    world: &ProcessGroup,
+    groups: &Groups,
     files: Option<Scratch>,
 ) -> Result<Option<Staged>, Error> {
     let Some(files) = files else {
         recorded_state(model, |_| {})?;
-        filed(model, optimizer, world, None)?;
+        filed(model, optimizer, groups, None)?;
         return Ok(None);
     };
     let record = recorded(model, &files)?;
     let mut pile = files.pile("states")?;
-    let state = filed(model, optimizer, world, Some(&mut pile))?;
+    let state = filed(model, optimizer, groups, Some(&mut pile))?;
     let state = state.unwrap_or_default();
     Ok(Some(Staged {
         record,

@@ -22,6 +22,7 @@ use crate::optimizer_state::{
 use crate::piecewise::{lazily_taken, only, without};
 use crate::snapshot::Elements;
 use crate::train::filed::{Filed, FiledState, FiledTensor};
+use crate::train::groups::Groups;
 use crate::train::notes::exchanged;
 use crate::train::scratch::{Pile, Scratch};
 
@@ -52,7 +53,7 @@ pub(crate) fn divided<M: Module>(
     model: &M,
     bare: ModuleOptimizer,
     whole: Option<ModuleOptimizer>,
-    world: &ProcessGroup,
+    groups: &Groups,
     parent: Option<&Path>,
 ) -> Result<ModuleOptimizer, Error> {
     let mut whole = whole;
@@ -73,7 +74,7 @@ pub(crate) fn divided<M: Module>(
             }
             None => None,
         };
-        own.receive(world, *id, local, parts.as_ref())?;
+        own.receive(groups, *id, local, parts.as_ref())?;
     }
     if let Some(rest) = whole {
         let rest = OptimizerParts::take(&rest)?.tensors;
@@ -122,7 +123,7 @@ impl Own<'_> {
     /// Collective.
     fn receive(
         &mut self,
-        world: &ProcessGroup,
+        groups: &Groups,
         id: u64,
         local: &LocalTensor,
         parts: Option<&OptimizerParts>,
@@ -131,7 +132,7 @@ impl Own<'_> {
             Some(parts) => told(parts, id, &local.path)?,
             None => Told::default(),
         };
-        let told = exchanged(world, "state of a parameter", &told)?.swap_remove(0);
+        let told = exchanged(&groups.world, "state of a parameter", &told)?.swap_remove(0);
         if told.scalars.is_empty() && told.tensors.is_empty() {
             return Ok(());
         }
@@ -167,7 +168,7 @@ impl Own<'_> {
                 return Err(not_elementwise(&name, &tensor.shape, elements).into());
             }
             let whole = parts.and_then(|parts| parts.tensor(id, &tensor.field));
-            let bytes = received(world, local, tensor, whole)?;
+            let bytes = received(groups, local, tensor, whole)?;
             if !is_mine {
                 continue;
             }
@@ -209,7 +210,7 @@ fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointE
 ///
 /// Collective.
 fn received(
-    world: &ProcessGroup,
+    groups: &Groups,
     local: &LocalTensor,
     tensor: &StateTensor,
     whole: Option<&PackedTensor>,
@@ -221,28 +222,53 @@ fn received(
         Some(bytes) => Source::new(Elements(bytes)),
         None => Source::empty(),
     };
-    let room = |elements: usize| BufferPool::new().take(elements * element.size());
-    let received = match &local.part {
-        LocalPart::Shard { partition, .. } => {
-            let partition = of_state(partition, tensor)?;
-            let into = vec![room(partition.len(world.rank()))];
-            let part = Part::new(source, partition, element);
-            world.scatter(label, Vec::new(), 0, vec![part], into)?
-        }
-        // The source of a broadcast receives nothing, because it has the data.
-        LocalPart::Whole | LocalPart::Own if world.rank() == 0 => {
-            let part = FullPart::new(source.clone(), element);
-            world.broadcast(label, Vec::new(), 0, vec![part], Vec::new())?;
-            return Ok(source);
-        }
+    let partition = match &local.part {
+        LocalPart::Shard { partition, .. } => of_state(partition, tensor)?,
         LocalPart::Whole | LocalPart::Own => {
-            let part = FullPart::absent(tensor.num_elements(), element);
-            let into = vec![room(tensor.num_elements())];
-            world.broadcast(label, Vec::new(), 0, vec![part], into)?
+            let len = tensor.num_elements();
+            return broadcast(&groups.world, label, source, FullPart::absent(len, element));
         }
     };
-    let own = received.buffers.into_iter().next();
-    Ok(own.map_or_else(Source::empty, Source::new))
+    let own = if groups.is_in_first_replica() {
+        let elements = partition.len(groups.shards.rank());
+        let into = vec![BufferPool::new().take(elements * element.size())];
+        let part = Part::new(source, partition, element);
+        let received = groups
+            .shards
+            .scatter(label.clone(), Vec::new(), 0, vec![part], into)?;
+        let own = received.buffers.into_iter().next();
+        own.map_or_else(Source::empty, Source::new)
+    } else {
+        Source::empty()
+    };
+    match &groups.replicas {
+        Some(replicas) => {
+            let len = partition.len(groups.shards.rank());
+            broadcast(replicas, label, own, FullPart::absent(len, element))
+        }
+        None => Ok(own),
+    }
+}
+
+/// Broadcasts `own` from rank 0 of `group`, and returns it. `absent` describes it on the other ranks.
+///
+/// Collective.
+fn broadcast(
+    group: &ProcessGroup,
+    label: String,
+    own: Source,
+    absent: FullPart,
+) -> Result<Source, CheckpointError> {
+    if group.rank() == 0 {
+        // The source of a broadcast receives nothing, because it has the data.
+        let part = FullPart::new(own.clone(), absent.element);
+        group.broadcast(label, Vec::new(), 0, vec![part], Vec::new())?;
+        return Ok(own);
+    }
+    let into = vec![BufferPool::new().take(absent.num_elements * absent.element.size())];
+    let received = group.broadcast(label, Vec::new(), 0, vec![absent], into)?;
+    let received = received.buffers.into_iter().next();
+    Ok(received.map_or_else(Source::empty, Source::new))
 }
 
 /// Adds the whole state of a sharded optimizer to a file on rank 0. Returns the state there, to be read from the file,
@@ -253,7 +279,7 @@ fn received(
 pub(crate) fn filed<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
-    world: &ProcessGroup,
+    groups: &Groups,
     mut pile: Option<&mut Pile>,
 ) -> Result<Option<Filed>, Error> {
     let ids = local_ids(model)?;
@@ -280,7 +306,7 @@ pub(crate) fn filed<M: Module>(
         state.scalars.extend(scalars);
         for tensor in tensors {
             let own = parts.tensor(ids.id.val(), &tensor.field);
-            let gathered = gathered(world, local, &tensor, own)?;
+            let gathered = gathered(groups, local, &tensor, own)?;
             let Some((pile, gathered)) = pile.as_deref_mut().zip(gathered) else {
                 continue;
             };
@@ -304,7 +330,7 @@ pub(crate) fn filed<M: Module>(
 ///
 /// Collective.
 fn gathered(
-    world: &ProcessGroup,
+    groups: &Groups,
     local: &LocalTensor,
     tensor: &StateTensor,
     own: Option<&PackedTensor>,
@@ -314,8 +340,12 @@ fn gathered(
         .transpose()?
         .map(|bytes: Bytes| Source::new(Elements(bytes)));
     let LocalPart::Shard { partition, .. } = &local.part else {
-        return Ok(own.filter(|_| world.rank() == 0));
+        return Ok(own.filter(|_| groups.world.rank() == 0));
     };
+    // The replicas have the same state.
+    if !groups.is_in_first_replica() {
+        return Ok(None);
+    }
     let label = state_name(&local.path, &tensor.field);
     let element = element_of(&label, tensor.dtype)?;
     let elements = local.elements.len() / local.dtype.size();
@@ -324,12 +354,13 @@ fn gathered(
     }
     let partition = of_state(partition, tensor)?;
     // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
-    let into = match world.rank() {
+    let group = &groups.shards;
+    let into = match group.rank() {
         0 => vec![BufferPool::new().take(partition.num_elements() * element.size())],
         _ => Vec::new(),
     };
     let part = Part::new(own.unwrap_or_else(Source::empty), partition, element);
-    let received = world.gather(label, Vec::new(), 0, vec![part], into)?;
+    let received = group.gather(label, Vec::new(), 0, vec![part], into)?;
     Ok(received.buffers.into_iter().next().map(Source::new))
 }
 

@@ -52,7 +52,7 @@ impl Net {
         self.map(&mut InBf16)
     }
 
-    fn classify(&self, batch: Digits) -> ClassificationOutput {
+    pub(crate) fn classify(&self, batch: Digits) -> ClassificationOutput {
         let dtype = self.conv.weight.val().dtype();
         let images = if dtype == batch.images.dtype() {
             batch.images
@@ -129,7 +129,7 @@ impl Normalised {
         }
     }
 
-    fn classify(&self, batch: Digits) -> ClassificationOutput {
+    pub(crate) fn classify(&self, batch: Digits) -> ClassificationOutput {
         let images = self.norm.forward(batch.images);
         self.net.classify(Digits { images, ..batch })
     }

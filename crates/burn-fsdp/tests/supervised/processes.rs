@@ -280,7 +280,7 @@ fn an_early_end_or_an_interruption_stops_all() {
 
 #[test]
 fn processes_that_are_about_to_train_something_else_are_refused() {
-    const SCENES: [&str; 7] = [
+    const SCENES: [&str; 8] = [
         "epochs",
         "items",
         "clipping",
@@ -288,6 +288,7 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
         "rates",
         "optimizer",
         "accumulation",
+        "replicas",
     ];
     let Some((ranks, rank, at)) = part() else {
         for scene in SCENES {
@@ -315,6 +316,8 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
     };
     let sharded = if differs("clipping") {
         among(ranks).clip_grad_norm(burn_fsdp::Clip::to(1.0))
+    } else if differs("replicas") {
+        among(ranks).replicas(2)
     } else {
         among(ranks)
     };

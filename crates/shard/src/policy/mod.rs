@@ -392,8 +392,11 @@ impl ShardPolicy {
 
     /// Attaches Burn's low-rank adapters while sharding. This freezes every parameter of the module and adds two
     /// trained factors to each two-dimensional parameter that `lora`'s group matches: `a` of shape `[in, rank]` and `b`
-    /// of shape `[rank, out]`. Use it instead of `module.apply_lora(lora)`, which works neither before nor after
-    /// sharding.
+    /// of shape `[rank, out]`.
+    ///
+    /// `module.apply_lora(lora)` before sharding gives the same adapters. It initializes the whole module on every rank,
+    /// and freezes what it freezes; plain copies of such a module have the adapters, too. After sharding, it only freezes
+    /// parameters.
     ///
     /// The factors are parameters of the unit whose weight they adapt. They are sharded like any other parameter and
     /// have Burn's own paths (`blocks.0.fc.weight.lora.a`). Optimizers, clipping, records and checkpoints see them

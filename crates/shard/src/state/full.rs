@@ -3,20 +3,23 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use burn::module::{Module, Param};
+use burn::module::{LoraAdapter, Module, Param, Reparameterizer};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
 use burn_fsdp_tensors as tensors;
 
+use crate::adapter::Adapter;
 use crate::ambient::{Purpose, within};
 use crate::convert;
 use crate::error::Error;
 use crate::inspect::{self, Key, Member};
+use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
 use crate::path::{self, FACTOR_A, FACTOR_B, Location, MAGNITUDE};
 use crate::root::Known;
 use crate::state::record;
 use crate::state::tensors::{Held, all};
+use crate::survey::Origin;
 use crate::thrown::{catch, throw};
 
 /// Whether changes to summoned parameters are kept.
@@ -35,8 +38,9 @@ pub enum WriteBack {
 /// no autodiff. `body` owns it, and may run it, record it, pass it to other code, or even keep it. The copy's forward
 /// communicates nothing, so ranks may use the copy differently. With [`WriteBack::Keep`] all ranks must return the same
 /// values; otherwise shards of different modules would be combined. Parameters that no unit manages and running states
-/// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. Low-rank adapters are
-/// merged into the weights of the copy, so it cannot be written back.
+/// are also copied and written back. With [`WriteBack::Discard`] the result of `body` is dropped. The copy of a module
+/// that had adapters before it was sharded has them, too. Adapters that the policy attached are merged into the weights
+/// of the copy, so it cannot be written back.
 ///
 /// During the call every rank holds the whole model. For a model that does not fit on any rank, use [`full_state`].
 ///
@@ -53,12 +57,15 @@ pub fn summon_full_params<M: Module>(
     body: impl FnOnce(M) -> M,
 ) -> Result<M, Error> {
     let fields = inspect::fields(&module);
-    let is_adapted = |(_, member): &(String, Member)| member.slot().adapter.is_some();
-    if write_back == WriteBack::Keep && fields.iter().any(is_adapted) {
+    let is_merged = |(_, member): &(String, Member)| {
+        let adapter = member.slot().adapter.as_ref();
+        adapter.is_some_and(|adapter| adapter.origin != Origin::Module)
+    };
+    if write_back == WriteBack::Keep && fields.iter().any(is_merged) {
         return Err(Error::Option {
             option: "write_back",
             expected: "`WriteBack::Discard`, because the adapters are merged into the full weights",
-            got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
+            got: "`WriteBack::Keep` for a module to which the policy attaches adapters".to_owned(),
         });
     }
     let full = plain(&module, &fields, true)?;
@@ -86,17 +93,20 @@ pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> 
 fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let root = inspect::root_of(module)?;
     let mut members: HashMap<_, _> = fields.iter().cloned().collect();
+    let mut factors = HashMap::new();
     for (path, _) in fields {
         // The factors are read together with the adapted parameter, and `materialize` removes them from the module.
         for part in [FACTOR_A, FACTOR_B, MAGNITUDE] {
-            members.remove(&format!("{path}.{part}"));
+            factors.extend(members.remove_entry(&format!("{path}.{part}")));
         }
     }
     // `valid` also gives the copy separate running states.
     let mut fill = Fill {
         members,
+        factors,
         known: root.known(),
         keep,
+        adapters: HashMap::new(),
         tied: fields
             .iter()
             .filter(|(_, member)| member.is_tied)
@@ -106,18 +116,68 @@ fn plain<M: Module>(module: &M, fields: &[(String, Member)], keep: bool) -> Resu
     };
     let filled = catch(|| path::map(module.valid(), &mut fill))?;
     // `materialize` is Burn's only way to remove a reparameterization.
-    Ok(within(Purpose::KeepBase, || filled.materialize()))
+    let plain = within(Purpose::KeepBase, || filled.materialize());
+    let adapters = fill.adapters;
+    if adapters.is_empty() {
+        return Ok(plain);
+    }
+    Ok(plain.apply_reparameterization(Attach { adapters }))
+}
+
+/// A reparameterizer that attaches to each weight its own adapter.
+struct Attach {
+    adapters: HashMap<String, LoraAdapter>,
+}
+
+impl Reparameterizer for Attach {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        (param, self.adapters.remove(path))
+    }
 }
 
 /// A mapper that replaces each stand-in with the whole value.
 struct Fill<'a> {
     members: HashMap<String, Member>,
+    /// The parameters of adapters, by path.
+    factors: HashMap<String, Member>,
     known: &'a Known,
     /// If false, each value is dropped as soon as it is gathered.
     keep: bool,
+    /// The adapters that the module had before it was sharded, by the path of the weight.
+    adapters: HashMap<String, LoraAdapter>,
     tied: HashSet<Key>,
     /// The whole values of the parameters in `tied` that have been gathered.
     shared: HashMap<Key, Tensor<1>>,
+}
+
+impl Fill<'_> {
+    /// Gathers the factors of the adapter of the weight at `path`, which the copy has again.
+    fn gather_adapter(&mut self, path: &str, adapter: &Adapter) {
+        let mut factor = |name: &str| {
+            let member = self.factors.remove(&format!("{path}.{name}"));
+            let member = member.expect("an adapter has two factors");
+            let whole = record::whole(&member.generation, member.index);
+            let whole = whole.unwrap_or_else(|error| throw(error));
+            let whole = whole.reshape(member.slot().dims::<2>());
+            // As for weights, the copy's id is the one in records.
+            let factor = Param::initialized(counterpart(member.id), whole);
+            factor.set_require_grad(member.generation.is_trainable(member.index))
+        };
+        let attached = LoraAdapter {
+            a: factor(FACTOR_A),
+            b: factor(FACTOR_B),
+            scale: adapter.scale,
+        };
+        if self.keep {
+            self.adapters.insert(path.to_owned(), attached);
+        }
+    }
 }
 
 impl path::Mapper for Fill<'_> {
@@ -134,16 +194,21 @@ impl path::Mapper for Fill<'_> {
                 None => param,
             };
         };
+        let own = member.slot().adapter;
+        let own = own.filter(|adapter| adapter.origin == Origin::Module);
+        if let Some(adapter) = own {
+            self.gather_adapter(&path, &adapter);
+        }
         let whole = |slot| record::whole(&member.generation, slot);
         let whole = match (self.shared.get(&member.key()), &member.slot().adapter) {
             (Some(shared), _) => shared.clone(),
             // Every rank already gathered it for the first field.
             (None, _) if member.is_tied => return param,
-            (None, Some(adapter)) => {
+            (None, Some(adapter)) if own.is_none() => {
                 let weight = whole(member.index).and_then(|base| adapter.applied(base, whole));
                 weight.unwrap_or_else(|error| throw(error))
             }
-            (None, None) => whole(member.index).unwrap_or_else(|error| throw(error)),
+            (None, _) => whole(member.index).unwrap_or_else(|error| throw(error)),
         };
         if !self.keep {
             return param;

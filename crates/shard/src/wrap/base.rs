@@ -9,6 +9,7 @@ use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_mesh::{Cut, Partition};
 
+use super::detached::Adapters;
 use crate::base_bits::{BaseBits, Quantized};
 use crate::error::Error;
 use crate::policy::ShardPolicy;
@@ -23,9 +24,9 @@ pub(super) fn adapted(parameters: &[Found]) -> HashSet<&str> {
     adapters.map(|adapter| adapter.path.as_str()).collect()
 }
 
-/// Rejects a policy that quantizes a base, but attaches no adapters.
-pub(super) fn expect_adapters(policy: &ShardPolicy) -> Result<(), Error> {
-    if policy.base_bits.is_none() || policy.attaches_adapters() {
+/// Rejects a policy that quantizes a base, if neither the policy nor the module has `adapters`.
+pub(super) fn expect_adapters(policy: &ShardPolicy, adapters: &Adapters) -> Result<(), Error> {
+    if policy.base_bits.is_none() || policy.attaches_adapters() || !adapters.is_empty() {
         return Ok(());
     }
     Err(rejected(

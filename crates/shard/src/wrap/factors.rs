@@ -2,37 +2,51 @@
 
 use std::collections::HashMap;
 
-use burn::module::{Lora, ParamId};
-use burn::tensor::DType;
+use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterization};
+use burn::tensor::{DType, Tensor};
 
+use super::detached::Adapters;
 use crate::adapter::{Adapter, Method};
 use crate::error::Error;
 use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
 use crate::policy::AdapterGroup;
 use crate::slot::Slot;
-use crate::survey::{Found, NewAdapter};
+use crate::survey::{Declared, Found, NewAdapter, Origin};
 
 /// Maximum number of paths in an error.
 const NAMED: usize = 12;
 
-/// Returns `parameters`, with the adapter's parameters after each parameter that one of `groups` adapts. If several
-/// match, the last one adapts it.
+/// Returns `parameters`, with the adapter's parameters after each parameter that is one of those in `adapters` or that
+/// one of `groups` adapts. If several groups match, the last one adapts it.
 ///
 /// # Errors
 ///
+/// [`Error::Reparameterized`] for an adapter of a weight that is not among `parameters`, because it would be lost.
 /// [`Error::Option`] if a group matches no parameter, has rank 0, an infinite or NaN alpha or an invalid `init_std`, or
 /// sets another type than that of a parameter that it adapts.
 pub(super) fn with_factors(
     parameters: Vec<Found>,
     groups: &[AdapterGroup],
+    adapters: &Adapters,
 ) -> Result<Vec<Found>, Error> {
+    let is_lost = |path: &&String| parameters.iter().all(|found| found.path != **path);
+    if let Some(path) = adapters.keys().filter(is_lost).min() {
+        return Err(Error::Reparameterized {
+            path: path.clone(),
+            name: LoraAdapter::NAME.to_owned(),
+        });
+    }
     groups.iter().try_for_each(|group| check(&group.lora))?;
     check_matches(&parameters, groups)?;
     let mut all = Vec::with_capacity(parameters.len());
     for base in parameters {
         let mut latest = groups.iter().rev();
         let group = latest.find(|group| is_adapted(&base, &group.lora));
-        let factors = group.map(|group| factors(&base, group)).transpose()?;
+        let factors = match (adapters.get(&base.path), group) {
+            (Some(adapter), _) => Some(factors_of(&base, adapter)?),
+            (None, Some(group)) => Some(factors(&base, group)?),
+            (None, None) => None,
+        };
         all.push(base);
         all.extend(factors.into_iter().flatten());
     }
@@ -90,9 +104,58 @@ fn factors(base: &Found, group: &AdapterGroup) -> Result<Vec<Found>, Error> {
     let adapter = NewAdapter {
         path: base.path.clone(),
         scale: lora.alpha / lora.rank as f64,
-        std: lora.init_std.unwrap_or(1.0 / lora.rank as f64),
+        origin: Origin::Policy {
+            std: lora.init_std.unwrap_or(1.0 / lora.rank as f64),
+        },
     };
-    let factor = |name: &str, shape: &[usize]| Found {
+    let new = |name, shape: &[usize]| factor(base, name, shape, &adapter);
+    let mut factors = vec![
+        new(FACTOR_A, &[base.shape[0], lora.rank]),
+        new(FACTOR_B, &[lora.rank, base.shape[1]]),
+    ];
+    if group.method == Method::Dora {
+        factors.push(new(MAGNITUDE, &[base.shape[1]]));
+    }
+    Ok(factors)
+}
+
+/// Returns the factors of an adapter that the module already has.
+fn factors_of(base: &Found, adapter: &LoraAdapter) -> Result<Vec<Found>, Error> {
+    let new = NewAdapter {
+        path: base.path.clone(),
+        scale: adapter.scale,
+        origin: Origin::Module,
+    };
+    let found = |name, param: &Param<Tensor<2>>| {
+        let dtype = param.base().dtype();
+        // A quantized base is rejected later, like any quantized parameter.
+        if dtype != base.dtype && base.dtype.is_float() {
+            return Err(Error::Option {
+                option: "apply_lora",
+                expected: "called without `set_dtype`, because the sharded weight computes in one type; choose types \
+                           with `ShardPolicy::precision`",
+                got: format!(
+                    "called for `{}` of {:?} with factors of {dtype:?}",
+                    base.path, base.dtype
+                ),
+            });
+        }
+        let shape = param.lazy_shape().to_vec();
+        Ok(Found {
+            id: param.id,
+            is_trainable: Declared::of(param).is_trainable,
+            ..factor(base, name, &shape, &new)
+        })
+    };
+    Ok(vec![
+        found(FACTOR_A, &adapter.a)?,
+        found(FACTOR_B, &adapter.b)?,
+    ])
+}
+
+/// Returns a new factor of `base`.
+fn factor(base: &Found, name: &str, shape: &[usize], adapter: &NewAdapter) -> Found {
+    Found {
         path: format!("{}.{name}", base.path),
         id: ParamId::new(),
         shape: shape.to_vec(),
@@ -101,15 +164,7 @@ fn factors(base: &Found, group: &AdapterGroup) -> Result<Vec<Found>, Error> {
         is_trainable: true,
         factor_of: Some(adapter.clone()),
         layer: base.layer.clone(),
-    };
-    let mut factors = vec![
-        factor(FACTOR_A, &[base.shape[0], lora.rank]),
-        factor(FACTOR_B, &[lora.rank, base.shape[1]]),
-    ];
-    if group.method == Method::Dora {
-        factors.push(factor(MAGNITUDE, &[base.shape[1]]));
     }
-    Ok(factors)
 }
 
 /// Checks the settings that do not depend on the module.
@@ -158,6 +213,7 @@ pub(super) fn join(slots: &mut [Slot], found: &[Found]) {
             columns: slot.shape[1],
             rank: found[a].shape[1],
             scale: new.scale,
+            origin: new.origin,
         });
     }
 }

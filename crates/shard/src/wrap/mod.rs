@@ -1,7 +1,7 @@
 //! `fully_shard` and `replicate`: from a plain module to a sharded one.
 //!
 //! - `factors`: the parameters of adapters that are attached while sharding. `magnitudes`: the initial values of some.
-//!   `base`: the adapted matrices in fewer bits.
+//!   `detached`: the adapters that the module already has. `base`: the adapted matrices in fewer bits.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit, and the owner of each undivided
 //!   parameter.
 //! - `placed`: units with their paths in the module, including those of earlier calls.
@@ -11,6 +11,7 @@
 //! - `own_states`: running states that ranks must not share.
 
 mod base;
+mod detached;
 mod factors;
 mod grouping;
 mod initial;
@@ -161,9 +162,10 @@ fn wrap<M: Module>(
     read: Option<Read<'_>>,
 ) -> Result<M, Error> {
     expect_one_gather(policy)?;
-    base::expect_adapters(policy)?;
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
+    let (module, adapters) = detached::detached(module, &policy.adapters)?;
+    base::expect_adapters(policy, &adapters)?;
     let (module, cast) = match policy.buffers {
         Some(dtype) => cast_states(module, dtype.into())?,
         None => (module, Vec::new()),
@@ -193,7 +195,7 @@ fn wrap<M: Module>(
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
-    let parameters = factors::with_factors(parameters, &policy.adapters)?;
+    let parameters = factors::with_factors(parameters, &policy.adapters, &adapters)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
         check_groups(earlier, &ranks.groups)?;
@@ -212,7 +214,7 @@ fn wrap<M: Module>(
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, factors);
-    let sharder = sharder.reading(read).tying(ties);
+    let sharder = sharder.reading(read).tying(ties).adapted(adapters);
     let not_finite = sharder.not_finite();
     let module = catch(|| module.apply_reparameterization(sharder))?;
     if policy.base_bits.is_some() {

@@ -8,6 +8,7 @@ use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Repa
 use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 
 use super::base::Unquantizable;
+use super::detached::Adapters;
 use super::initial;
 use super::magnitudes;
 use super::placed::Placed;
@@ -26,7 +27,7 @@ use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
 use crate::shown::Shown;
 use crate::slot::Slot;
 use crate::state::record;
-use crate::survey::{Declared, Found, Survey, stand_in};
+use crate::survey::{Declared, Found, Origin, Survey, stand_in};
 use crate::thrown::throw;
 use crate::unit::Unit;
 
@@ -39,8 +40,11 @@ pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
-    /// The factors of the adapters to attach, by path. If there are any, all other parameters are frozen.
+    /// The factors of the adapters to attach, by path.
     factors: HashMap<String, Found>,
+    /// The adapters that the module already has. If there are others to attach, all parameters but their factors are
+    /// frozen.
+    adapters: Adapters,
     /// The function that reads initial values; `None` if all are rank 0's.
     read: Option<Read<'a>>,
     /// The fields that share a parameter with an earlier one.
@@ -85,6 +89,7 @@ impl<'a> Sharder<'a> {
             others: others.collect(),
             places,
             factors,
+            adapters: Adapters::new(),
             read: None,
             ties: Ties::default(),
             firsts: HashMap::new(),
@@ -99,6 +104,19 @@ impl<'a> Sharder<'a> {
 
     pub(super) fn tying(self, ties: Ties) -> Self {
         Self { ties, ..self }
+    }
+
+    pub(super) fn adapted(self, adapters: Adapters) -> Self {
+        Self { adapters, ..self }
+    }
+
+    /// Returns true if the parameter at `path` is frozen, because only adapters that sharding attaches are trained.
+    fn freezes(&self, path: &str) -> bool {
+        let attaches = |factor: &Found| {
+            let adapter = factor.factor_of.as_ref();
+            adapter.is_some_and(|adapter| adapter.origin != Origin::Module)
+        };
+        !self.factors.contains_key(path) && self.factors.values().any(attaches)
     }
 
     /// Returns the note of a base that cannot be quantized.
@@ -178,10 +196,10 @@ impl Reparameterizer for Sharder<'_> {
             } else {
                 param
             };
-            return if self.factors.is_empty() {
-                (param, None)
-            } else {
+            return if self.freezes(path) {
                 (param.set_require_grad(false), None)
+            } else {
+                (param, None)
             };
         };
         let unit = generation.unit.clone();
@@ -206,8 +224,7 @@ impl Reparameterizer for Sharder<'_> {
             None => slot.shown_shape(unit.groups.shard.rank()),
             Some(_) => value.dims().to_vec(),
         };
-        let is_frozen = !self.factors.is_empty() && !self.factors.contains_key(path);
-        let shown = Shown::new(id, value, &shape, is_trainable && !is_frozen);
+        let shown = Shown::new(id, value, &shape, is_trainable && !self.freezes(path));
         let adapter = adapter.map(|_| sharded_factors(self, path, norms));
         let sharded =
             ShardedParam::new(shown, adapter, index, generation.clone(), root_link.clone());
@@ -245,16 +262,25 @@ fn sharded_factors(
     path: &str,
     norms: Option<TensorData>,
 ) -> AdapterParams {
-    let found = |name: &str| &sharder.factors[&format!("{path}.{name}")];
-    let (a, b) = (found(FACTOR_A), found(FACTOR_B));
-    let fill = a
-        .factor_of
-        .as_ref()
-        .map_or(Fill::Zeros, |new| Fill::Normal { std: new.std });
-    let plain = AdapterParams {
-        a: lazy(a, fill),
-        b: lazy(b, Fill::Zeros),
-        magnitude: norms.map(|norms| lazy(found(MAGNITUDE), Fill::Values(norms))),
+    let plain = match sharder.adapters.remove(path) {
+        Some(adapter) => AdapterParams {
+            a: adapter.a,
+            b: adapter.b,
+            magnitude: None,
+        },
+        None => {
+            let found = |name: &str| &sharder.factors[&format!("{path}.{name}")];
+            let a = found(FACTOR_A);
+            let fill = match a.factor_of.as_ref().map(|adapter| adapter.origin) {
+                Some(Origin::Policy { std }) => Fill::Normal { std },
+                _ => Fill::Zeros,
+            };
+            AdapterParams {
+                a: lazy(a, fill),
+                b: lazy(found(FACTOR_B), Fill::Zeros),
+                magnitude: norms.map(|norms| lazy(found(MAGNITUDE), Fill::Values(norms))),
+            }
+        }
     };
     let prefix = path.to_owned();
     plain.apply_reparameterization(Below { prefix, sharder })

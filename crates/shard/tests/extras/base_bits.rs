@@ -18,11 +18,11 @@ use super::bench::{
 use super::nets::input;
 use super::rounding::{self, NF4};
 
-const BOTH: [BaseBits; 2] = [BaseBits::Eight, BaseBits::Four];
+pub(super) const BOTH: [BaseBits; 2] = [BaseBits::Eight, BaseBits::Four];
 
 /// Matrices of 13 blocks and a part, one of less than a block, vectors, and a head that is not adapted.
 #[derive(Module, Debug)]
-struct Net {
+pub(super) struct Net {
     layers: Vec<Linear>,
     norm: LayerNorm,
     narrow: Linear,
@@ -30,7 +30,7 @@ struct Net {
 }
 
 impl Net {
-    fn new(device: &Device) -> Self {
+    pub(super) fn new(device: &Device) -> Self {
         let layer = || LinearConfig::new(29, 29).init(device);
         Self {
             layers: (0..2).map(|_| layer()).collect(),
@@ -40,7 +40,7 @@ impl Net {
         }
     }
 
-    fn loss(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    pub(super) fn loss(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
         let x: Tensor<2> = input([3, 29], rank, step, device);
         let layers = self.layers.iter();
         let x = layers.fold(x, |x, layer| x.clone() + gelu(layer.forward(x)));
@@ -69,11 +69,11 @@ const NET: Case<Net> = Case {
 /// The adapted matrices.
 const ADAPTED: [&str; 3] = ["layers.0.weight", "layers.1.weight", "narrow.weight"];
 
-fn adapters() -> Lora {
+pub(super) fn adapters() -> Lora {
     Lora::new(2, 3.0).set_param_group(ParamGroup::from_paths(ADAPTED.to_vec()))
 }
 
-fn policy(bits: BaseBits) -> ShardPolicy {
+pub(super) fn policy(bits: BaseBits) -> ShardPolicy {
     let policy = ShardPolicy::new().units(["layers.*"]);
     policy.lora(adapters()).base_in(bits)
 }
@@ -124,7 +124,7 @@ fn changed<M: Module>(module: M, change: impl Fn(&str, Vec<f32>) -> Option<Vec<f
 }
 
 /// The factors of every run, none of them zero.
-fn with_factors<M: Module>(module: M) -> M {
+pub(super) fn with_factors<M: Module>(module: M) -> M {
     changed(module, |path, values| {
         let number = path.len() + path.find("1").unwrap_or(0);
         let value = |i: usize| ((i * 5 + number * 3) % 11) as f32 / 20.0 - 0.23;
@@ -142,7 +142,7 @@ fn plain(device: &Device, bits: BaseBits) -> Net {
     with_factors(model.apply_lora(adapters()))
 }
 
-fn plainly(bits: BaseBits, ranks: usize, steps: usize) -> Outcome {
+pub(super) fn plainly(bits: BaseBits, ranks: usize, steps: usize) -> Outcome {
     let device = plain_device().autodiff();
     trained_plainly(plain(&device, bits), Net::loss, &device, [ranks, steps])
 }
@@ -167,7 +167,7 @@ fn with_sharded_factors(model: Net) -> Net {
     loaded.expect("the same shapes")
 }
 
-fn outcome(model: &Net, losses: Vec<f32>) -> Outcome {
+pub(super) fn outcome(model: &Net, losses: Vec<f32>) -> Outcome {
     let plain = Net::new(&device()).apply_lora(adapters());
     // Also if copies with other values are alive.
     let record = into_record(model.clone()).expect("a record");

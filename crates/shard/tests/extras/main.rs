@@ -15,6 +15,7 @@ mod nets;
 
 mod activations;
 mod agreement;
+mod apply_lora;
 mod auto;
 mod average;
 mod base_bits;

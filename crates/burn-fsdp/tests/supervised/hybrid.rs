@@ -1,0 +1,101 @@
+//! Replicas of a sharded model, in Burn's own loop.
+
+use burn_fsdp::LaunchConfig;
+use burn_fsdp::internals::state::local_state;
+use burn_fsdp::train::FullySharded;
+
+use super::network::{BATCH, Net, items};
+use super::runs::logged;
+use super::{assert_close, by, device, folder, on, optimizer, plain, rates, sharded, training};
+
+#[test]
+fn replicas_match_one_device() {
+    for (ranks, replicas, trained, validated) in
+        [(2, 2, 16, 8), (4, 2, 33, 3), (3, 3, 26, 5), (4, 1, 20, 6)]
+    {
+        let data = (items(trained, 1), items(validated, 2));
+        let (ours, burns) = (folder(), folder());
+        let strategy = on(ranks).replicas(replicas);
+        let result = by(
+            &strategy,
+            Net::new(&device()),
+            ours.path(),
+            data.clone(),
+            |it| it,
+        );
+        let result = result.unwrap_or_else(|error| panic!("{error}"));
+        assert!(result.error.is_none() && result.interrupted.is_none());
+        let expected = plain(burns.path(), data, ranks, |training| training);
+        assert_close(&result.model, &expected.model, 1e-5);
+        for split in ["train", "valid"] {
+            let (got, counted) = logged(ours.path(), split, 3, "Accuracy");
+            let (expected, all) = logged(burns.path(), split, 3, "Accuracy");
+            assert_eq!(counted, all, "{ranks} ranks, {split}");
+            assert!((got - expected).abs() < 1e-3, "{split}: {got}, {expected}");
+        }
+    }
+}
+
+#[test]
+fn each_replica_holds_the_model_in_shards() {
+    let data = (items(8, 1), items(4, 2));
+    let at = folder();
+    let shards = on(4).replicas(2).launch_sharded(
+        training(at.path(), data, BATCH),
+        Net::new(&device()),
+        optimizer(),
+        rates(),
+        |_, model, _| {
+            let mut local = local_state(&model)?.into_iter();
+            let hidden = local.find(|tensor| tensor.path == "hidden.weight");
+            Ok(hidden.expect("named").range())
+        },
+    );
+    let shards = shards.unwrap_or_else(|error| panic!("{error}")).model;
+    assert_eq!(shards, [0..168, 168..336, 0..168, 168..336]);
+}
+
+/// Checkpoints are those of one device: they move between meshes.
+#[test]
+fn a_checkpoint_moves_between_meshes() {
+    let data = || (items(20, 1), items(6, 2));
+    let expected = folder();
+    let expected = plain(expected.path(), data(), 4, |training| training);
+    let from_replicas = folder();
+    let two_by_two = on(4).replicas(2);
+    let model = || Net::new(&device());
+    let first = by(
+        &two_by_two,
+        model(),
+        from_replicas.path(),
+        data(),
+        |training| training.with_default_checkpointers().num_epochs(2),
+    );
+    first.unwrap_or_else(|error| panic!("{error}"));
+    let resumed = sharded(from_replicas.path(), data(), 4, |training| {
+        training.with_default_checkpointers().checkpoint(2)
+    });
+    let resumed = resumed.unwrap_or_else(|error| panic!("{error}"));
+    assert_close(&resumed.model, &expected.model, 1e-5);
+    let from_one = folder();
+    plain(from_one.path(), data(), 4, |training| {
+        training.with_default_checkpointers().num_epochs(1)
+    });
+    let resumed = by(&two_by_two, model(), from_one.path(), data(), |training| {
+        training.with_default_checkpointers().checkpoint(1)
+    });
+    let resumed = resumed.unwrap_or_else(|error| panic!("{error}"));
+    assert_close(&resumed.model, &expected.model, 1e-5);
+}
+
+#[test]
+fn ranks_that_do_not_divide_into_replicas_are_refused() {
+    for (ranks, replicas, words) in [(3, 2, "2 ranks"), (2, 0, "replicate"), (2, 4, "shard")] {
+        let strategy = FullySharded::new(LaunchConfig::new(ranks)).replicas(replicas);
+        let at = folder();
+        let data = (items(8, 1), items(4, 2));
+        let refused = by(&strategy, Net::new(&device()), at.path(), data, |it| it);
+        let refused = refused.err().expect("refused").to_string();
+        assert!(refused.contains(words), "{refused}");
+    }
+}
