@@ -85,6 +85,34 @@ pub enum Error {
          `FullySharded::scale_loss(loss).backward()`, or omit `FullySharded::loss_scaler`"
     )]
     UnscaledLoss,
+    /// Items that do not divide evenly, in a compiled training run of Burn's loop.
+    #[error(
+        "the {of} has {items} items, which do not divide evenly among {ranks} ranks: compiled steps need batches of the \
+         same shapes on all ranks; leave out the last items, for example with Burn's `PartialDataset`, or train with \
+         `FullySharded::launch`"
+    )]
+    UnevenItems {
+        /// The training or the validation.
+        of: &'static str,
+        /// The number of items.
+        items: usize,
+        /// The number of ranks.
+        ranks: usize,
+    },
+    /// Batches with different numbers of items, in a compiled training run of Burn's loop.
+    #[error(
+        "the ranks' batches have different numbers of items: compiled steps need batches of the same shapes on all \
+         ranks; use a batch strategy that returns the same numbers everywhere, or train with `FullySharded::launch`"
+    )]
+    UnevenBatches,
+    /// A setting that a compiled training run of Burn's loop does not have.
+    #[error("`FullySharded::{setting}` has no effect in compiled steps; {instead}")]
+    EagerSetting {
+        /// The setting.
+        setting: &'static str,
+        /// What to do instead.
+        instead: &'static str,
+    },
     /// A model without autodiff, in Burn's training loop.
     #[error(
         "the model is on a device without autodiff and cannot be trained; build it on one such as \

@@ -112,6 +112,7 @@ pub mod mesh {
 /// Step outputs in Burn's own loop, as sent between processes.
 #[cfg(feature = "train")]
 pub mod train {
+    pub use crate::train::compiled_output::CompiledOutput;
     pub use crate::train::portable::{Parcel, Portable};
 }
 

@@ -1,29 +1,22 @@
 //! The public interface of the strategy.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::{Device, Tensor};
-use burn::train::logger::InMemoryMetricLogger;
-use burn::train::renderer::CliMetricsRenderer;
-use burn::train::{
-    InferenceStep, Learner, LearnerModel, LearningResult, SupervisedTraining, TrainStep,
-    TrainingStrategy,
-};
-use burn_fsdp_collectives::{LaunchConfig, LaunchError, ProcessGroup, processes};
+use burn::train::{InferenceStep, LearnerModel, LearningResult, SupervisedTraining, TrainStep};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup};
 use burn_fsdp_shard::{BufferSync, Clip, LossScaler, ShardPolicy, sync_buffers, unsharded};
 
 use crate::error::Error;
 use crate::train::lent::Lent;
 use crate::train::lock::held;
-use crate::train::outputs::Codecs;
 use crate::train::portable::Portable;
+use crate::train::running::{by_the_eager_engine, check_threads, process, run};
 use crate::train::scaled::scaled;
 use crate::train::settings::Settings;
-use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
+use crate::train::strategy::{Left, Process};
 
 /// Fully sharded training by Burn's own loop: a strategy for [`SupervisedTraining`](burn::train::SupervisedTraining),
 /// with threads of this process or with [processes](Self::launch_among_processes) as ranks.
@@ -155,7 +148,7 @@ use crate::train::strategy::{Ending, Left, Process, Silently, Strategy};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone)]
-pub struct FullySharded(Settings);
+pub struct FullySharded(pub(crate) Settings);
 
 impl FullySharded {
     /// Returns the strategy with these ranks, the default policy, and no clipping. All ranks compute on the
@@ -164,7 +157,7 @@ impl FullySharded {
         Self(Settings {
             ranks,
             replicas: 1,
-            policy: ShardPolicy::new(),
+            policy: None,
             clip: None,
             scaler: None,
             devices: Vec::new(),
@@ -176,7 +169,7 @@ impl FullySharded {
     /// with the policy's axes.
     #[must_use]
     pub fn policy(mut self, policy: ShardPolicy) -> Self {
-        self.0.policy = policy;
+        self.0.policy = Some(policy);
         self
     }
 
@@ -278,13 +271,14 @@ impl FullySharded {
     ) -> Result<LearningResult<Vec<T>>, Error> {
         check_threads()?;
         let learner = (optimizer, rates.into());
-        self.train(
+        run(
+            &self.0,
             training,
             model,
             learner,
             None,
             Left::nothing(),
-            Arc::new(end),
+            by_the_eager_engine(end),
         )
     }
 
@@ -384,13 +378,14 @@ impl FullySharded {
     {
         let process = process()?;
         let learner = (optimizer, rates.into());
-        self.train(
+        run(
+            &self.0,
             training,
             model,
             learner,
             process,
             Left::nothing(),
-            Arc::new(end),
+            by_the_eager_engine(end),
         )
     }
 
@@ -419,51 +414,11 @@ impl FullySharded {
             }
             Ok(model)
         };
-        let result = self.train(training, model, learner, process, left, Arc::new(end))?;
+        let body = by_the_eager_engine(end);
+        let result = run(&self.0, training, model, learner, process, left, body)?;
         let model = result.model.into_iter().flatten().next();
         Ok(LearningResult {
             model: model.expect("ranks that did not fail have returned it"),
-            renderer: result.renderer,
-            interrupted: result.interrupted,
-            error: result.error,
-        })
-    }
-
-    /// Runs Burn's loop, with ranks that are threads, or with this process as one rank.
-    fn train<M: LearnerModel, T: Send + 'static>(
-        &self,
-        training: SupervisedTraining<Lent<M>>,
-        model: M,
-        (optimizer, rates): (ModuleOptimizer, ModuleLrScheduler),
-        process: Option<Process<M>>,
-        left: Left<T>,
-        ending: Ending<M, T>,
-    ) -> Result<LearningResult<Vec<T>>, Error> {
-        if self.0.ranks.ranks() == 0 {
-            return Err(LaunchError::NoRanks.into());
-        }
-        if model.devices().iter().any(|device| !device.is_autodiff()) {
-            return Err(Error::UntrackedInTraining);
-        }
-        let is_silent = process.as_ref().is_some_and(|process| process.rank > 0);
-        let strategy = Strategy::new(self.0.clone(), process, ending, left.clone());
-        let training = if is_silent {
-            // Only rank 0 writes logs and renders.
-            training
-                .with_application_logger(None)
-                .with_metric_logger(InMemoryMetricLogger::default())
-                .renderer(Box::new(CliMetricsRenderer::new()))
-                .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy))))
-        } else {
-            training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
-        };
-        let learner = Learner::new(Lent::new(model), optimizer, rates);
-        // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
-        let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
-        let returned = held(&left.outcome).take().transpose()?;
-        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
-        Ok(LearningResult {
-            model: returned.expect("Burn's loop has had the ranks train"),
             renderer: result.renderer,
             interrupted: result.interrupted,
             error: result.error,
@@ -476,28 +431,4 @@ impl FullySharded {
 enum Whole {
     OfRank0,
     OfAll,
-}
-
-/// Checks that ranks can be threads, because no launcher has started the program several times.
-fn check_threads() -> Result<(), Error> {
-    match processes()? {
-        None => Ok(()),
-        Some(found) => Err(Error::TrainingAmongProcesses {
-            launcher: found.launcher.to_owned(),
-            processes: found.size,
-        }),
-    }
-}
-
-/// Returns this process as a rank, if a launcher has started several.
-fn process<M: LearnerModel>() -> Result<Option<Process<M>>, Error>
-where
-    <M as TrainStep>::Output: Portable,
-    <M as InferenceStep>::Output: Portable,
-{
-    let process = processes()?.map(|found| Process {
-        rank: found.rank,
-        codecs: Codecs::new(),
-    });
-    Ok(process)
 }

@@ -7,8 +7,8 @@ use burn_fsdp_shard::{ShardPolicy, fully_shard};
 
 use crate::error::Error;
 
-const REPLICATE: &str = "replicate";
-const SHARD: &str = "shard";
+pub(crate) const REPLICATE: &str = "replicate";
+pub(crate) const SHARD: &str = "shard";
 
 /// The groups that contain a rank.
 pub(crate) struct Groups {

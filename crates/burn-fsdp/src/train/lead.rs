@@ -67,18 +67,23 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Passes each rank's next output to the metrics, in rank order. A rank may be one output ahead.
-    pub(crate) fn pass_on(&self) {
+    /// Passes each rank's next output to the metrics, in rank order. A rank may be ahead. Returns false if there was
+    /// nothing to pass on.
+    pub(crate) fn pass_on(&self) -> bool {
+        let mut any = false;
         self.processor(|to, interrupter| {
             for item in self.outputs.training.take() {
+                any = true;
                 let event = LearnerEvent::ProcessedItem(item);
                 interrupter.fail_on_error(to.process_train(event));
             }
             for item in self.outputs.validation.take() {
+                any = true;
                 let event = LearnerEvent::ProcessedItem(item);
                 interrupter.fail_on_error(to.process_valid(event));
             }
         });
+        any
     }
 
     /// Saves the epoch if a checkpoint is due. `learner` already has the state to save, and `staged` holds its files.

@@ -11,7 +11,8 @@ pub(crate) struct Settings {
     pub(crate) ranks: LaunchConfig,
     /// The number of replicas, each sharded over the same number of ranks.
     pub(crate) replicas: usize,
-    pub(crate) policy: ShardPolicy,
+    /// The user's policy, if any.
+    pub(crate) policy: Option<ShardPolicy>,
     pub(crate) clip: Option<Clip>,
     /// The scaler at the first step, if losses are scaled.
     pub(crate) scaler: Option<LossScaler>,

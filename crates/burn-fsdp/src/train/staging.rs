@@ -1,9 +1,10 @@
 //! The contents of a checkpoint of Burn's loop, in files on rank 0: the whole model and the whole state of its
 //! optimizer, with at most one tensor in memory.
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use burn::store::ModuleRecord;
+use burn::tensor::TensorData;
 use burn_fsdp_shard::{RecordedTensor, recorded_state};
 use burn_pack::{Tensor as PackedTensor, Writer};
 
@@ -52,25 +53,55 @@ pub(crate) fn staged<M: Module>(
 ///
 /// Collective: the other ranks send.
 fn recorded<M: Module>(model: &M, files: &Scratch) -> Result<ModuleRecord, Error> {
-    let mut pile = files.pile("tensors")?;
-    let mut tensors = Vec::new();
+    let mut recorded = Recorded::new(files)?;
     let mut failure = None;
-    let mut add = |pile: &mut Pile, tensor: RecordedTensor| {
-        let (shape, dtype) = (tensor.data.shape().clone(), tensor.data.dtype());
-        let bytes = pile.add(tensor.data.as_bytes())?;
-        let id = Some(tensor.id.val());
-        tensors.push(PackedTensor::new(tensor.path, dtype, shape, id, bytes));
-        Ok::<_, Error>(())
-    };
     recorded_state(model, |tensor| {
         // After a failure, still receive what the other ranks send.
         if failure.is_none() {
-            failure = add(&mut pile, tensor).err();
+            let RecordedTensor { path, id, data, .. } = tensor;
+            failure = recorded.add(path, id, &data).err();
         }
     })?;
-    if let Some(failure) = failure {
-        return Err(failure);
+    match failure {
+        Some(failure) => Err(failure),
+        None => written(recorded),
     }
+}
+
+/// The tensors of a record, in a file.
+pub(crate) struct Recorded<'a> {
+    files: &'a Scratch,
+    pile: Pile,
+    tensors: Vec<PackedTensor>,
+}
+
+impl<'a> Recorded<'a> {
+    pub(crate) fn new(files: &'a Scratch) -> Result<Self, Error> {
+        Ok(Self {
+            files,
+            pile: files.pile("tensors")?,
+            tensors: Vec::new(),
+        })
+    }
+
+    /// Adds the tensor at a path.
+    pub(crate) fn add(
+        &mut self,
+        path: String,
+        id: ParamId,
+        data: &TensorData,
+    ) -> Result<(), Error> {
+        let (shape, dtype) = (data.shape().clone(), data.dtype());
+        let bytes = self.pile.add(data.as_bytes())?;
+        let tensor = PackedTensor::new(path, dtype, shape, Some(id.val()), bytes);
+        self.tensors.push(tensor);
+        Ok(())
+    }
+}
+
+/// Returns the record, which reads its tensors from a file.
+pub(crate) fn written(recorded: Recorded<'_>) -> Result<ModuleRecord, Error> {
+    let Recorded { files, tensors, .. } = recorded;
     let path = files.path("model.bpk");
     let written = Writer::new(tensors).write_to_file_in_place(&path);
     let unwritten = |reason: String| CheckpointError::Record { reason };

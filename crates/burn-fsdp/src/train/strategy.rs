@@ -19,19 +19,19 @@ use crate::train::lead::Lead;
 use crate::train::lent::Lent;
 use crate::train::lock::held;
 use crate::train::outputs::{Codecs, Outputs};
-use crate::train::rank::{Start, train};
+use crate::train::rank::Start;
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
-/// The function that all ranks call at the end of the training, each with its shards of the trained model.
-pub(crate) type Ending<M, T> =
-    Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
+/// The function that trains on each rank, from its initial state to its result.
+pub(crate) type Body<M, T> =
+    Arc<dyn Fn(&ProcessGroup, Start<M>) -> Result<T, Error> + Send + Sync + 'static>;
 
 /// The strategy that Burn's loop calls. Because it returns only a model, the ranks' results are stored in `outcome`.
 pub(crate) struct Strategy<M: LearnerModel, T> {
     settings: Settings,
     process: Option<Process<M>>,
-    ending: Ending<M, T>,
+    body: Body<M, T>,
     left: Left<T>,
 }
 
@@ -74,13 +74,13 @@ impl<M: LearnerModel, T> Strategy<M, T> {
     pub(crate) fn new(
         settings: Settings,
         process: Option<Process<M>>,
-        ending: Ending<M, T>,
+        body: Body<M, T>,
         left: Left<T>,
     ) -> Self {
         Self {
             settings,
             process,
-            ending,
+            body,
             left,
         }
     }
@@ -150,11 +150,10 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
         };
         let here = self.process.as_ref().map(|process| process.rank);
         let starts = whole.divided(devices, &course, lead, here);
-        let ending = self.ending.clone();
+        let body = self.body.clone();
         let ended = launch(self.settings.ranks, move |world| {
             let start = held(&starts[world.rank()]).take();
-            let (model, optimizer) = train(&world, start.expect("a rank starts once"))?;
-            ending(&world, model, optimizer)
+            body(&world, start.expect("a rank starts once"))
         });
         if let Err(error) = &ended {
             components.interrupter.stop(Some(&error.to_string()));

@@ -35,10 +35,17 @@ struct Sharded {
 
 /// Rank 0's message about the state of a parameter.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Told {
-    scalars: Vec<(String, Number)>,
+pub(crate) struct Told {
+    pub(crate) scalars: Vec<(String, Number)>,
     group_path: Option<String>,
-    tensors: Vec<StateTensor>,
+    pub(crate) tensors: Vec<StateTensor>,
+}
+
+impl Told {
+    /// Returns true if the parameter has no state.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.scalars.is_empty() && self.tensors.is_empty()
+    }
 }
 
 /// Loads this rank's part of a whole model's optimizer state into the optimizer of its shards of `model`. Rank 0 has
@@ -133,7 +140,7 @@ impl Own<'_> {
             None => Told::default(),
         };
         let told = exchanged(&groups.world, "state of a parameter", &told)?.swap_remove(0);
-        if told.scalars.is_empty() && told.tensors.is_empty() {
+        if told.is_empty() {
             return Ok(());
         }
         let (scratch, pile) = match self.files.take() {
@@ -187,7 +194,8 @@ impl Own<'_> {
     }
 }
 
-fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointError> {
+/// Describes the state of a parameter in rank 0's message.
+pub(crate) fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointError> {
     let scalars = parts.scalars_of(id);
     let mut tensors = Vec::new();
     for (field, tensor) in parts.tensors_of(id) {
@@ -253,7 +261,7 @@ fn received(
 /// Broadcasts `own` from rank 0 of `group`, and returns it. `absent` describes it on the other ranks.
 ///
 /// Collective.
-fn broadcast(
+pub(crate) fn broadcast(
     group: &ProcessGroup,
     label: String,
     own: Source,

@@ -2,6 +2,7 @@
 #![cfg(feature = "train")]
 
 mod adapters;
+mod compiled;
 mod hybrid;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;

@@ -11,6 +11,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d};
 use burn::tensor::{Device, FloatDType, Int, Tensor, activation};
 use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
+use burn_fsdp::compile::{Batch, BatchMapper};
 
 const SIDE: usize = 6;
 const CLASSES: usize = 3;
@@ -32,6 +33,15 @@ impl Net {
 
     pub(crate) fn with_hidden(width: usize, device: &Device) -> Self {
         device.seed(7);
+        Self::unseeded(width, device)
+    }
+
+    /// Returns the network with 7 hidden neurons, without a change to the device.
+    pub(crate) fn on(device: &Device) -> Self {
+        Self::unseeded(7, device)
+    }
+
+    fn unseeded(width: usize, device: &Device) -> Self {
         let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
         let net = Self {
             conv: conv.init(device),
@@ -82,7 +92,8 @@ impl burn::module::ModuleMapper for Fixed {
             });
             let values: Vec<f32> = values.collect();
             let data = burn::tensor::TensorData::new(values, shape);
-            Tensor::from_data(data, &old.device()).require_grad()
+            let device = old.device();
+            Tensor::from_data(data, &device).set_require_grad(device.is_autodiff())
         })
     }
 }
@@ -123,9 +134,15 @@ pub(crate) struct Normalised {
 
 impl Normalised {
     pub(crate) fn new(device: &Device) -> Self {
+        device.seed(7);
+        Self::on(device)
+    }
+
+    /// Returns the network without a change to the device.
+    pub(crate) fn on(device: &Device) -> Self {
         Self {
             norm: BatchNormConfig::new(1).init(device),
-            net: Net::new(device),
+            net: Net::on(device),
         }
     }
 
@@ -158,6 +175,15 @@ impl InferenceStep for Normalised {
 pub(crate) struct Digits {
     images: Tensor<4>,
     classes: Tensor<1, Int>,
+}
+
+impl Batch for Digits {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        Self {
+            images: mapper.float("images", self.images),
+            classes: mapper.int("classes", self.classes),
+        }
+    }
 }
 
 /// One image and its class.

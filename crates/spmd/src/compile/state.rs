@@ -369,6 +369,22 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
+    /// Returns this rank's part of a whole optimizer state, for [`resume_with`](Self::resume_with). Not collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`] for a parameter or state that the step does not have.
+    pub fn part_of_state(
+        &self,
+        path: &str,
+        slot: &str,
+        whole: &TensorData,
+    ) -> Result<TensorData, Error> {
+        let (shape, layout) = self.state_place(path, slot)?;
+        let place = self.divided(&shape, &layout);
+        place.unpadded(place.localize(whole)?)
+    }
+
     /// Returns the named numbers of a parameter's optimizer state, such as its step counter; `None` before its first
     /// step.
     pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
