@@ -3,8 +3,6 @@
 use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::survey::Origin;
-
 /// The adapter of one parameter of a unit: the effective weight is `base + scale * (a @ b)`, as in Burn's `LoraAdapter`
 /// (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit.
 ///
@@ -23,6 +21,18 @@ pub(crate) struct Adapter {
     pub(crate) rank: usize,
     pub(crate) scale: f64,
     pub(crate) origin: Origin,
+}
+
+/// Where an adapter comes from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Origin {
+    /// The policy attaches it.
+    Policy {
+        /// The standard deviation of the initial values of `a`.
+        std: f64,
+    },
+    /// The module had it before it was sharded, and plain copies of the module have it again.
+    Module,
 }
 
 /// The kinds of low-rank adapters.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::adapter::Origin;
 use crate::device;
 use crate::error::Error;
 use crate::layer::{self, Layer};
@@ -37,18 +38,6 @@ pub(crate) struct NewAdapter {
     /// The factor by which the product of both factors is multiplied.
     pub(crate) scale: f64,
     pub(crate) origin: Origin,
-}
-
-/// Where an adapter comes from.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Origin {
-    /// The policy attaches it.
-    Policy {
-        /// The standard deviation of the initial values of `a`.
-        std: f64,
-    },
-    /// The module had it before it was sharded, and plain copies of the module have it again.
-    Module,
 }
 
 impl Found {

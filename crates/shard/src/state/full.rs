@@ -8,7 +8,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
 use burn_fsdp_tensors as tensors;
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, Origin};
 use crate::ambient::{Purpose, within};
 use crate::convert;
 use crate::error::Error;
@@ -19,7 +19,6 @@ use crate::path::{self, FACTOR_A, FACTOR_B, Location, MAGNITUDE};
 use crate::root::Known;
 use crate::state::record;
 use crate::state::tensors::{Held, all};
-use crate::survey::Origin;
 use crate::thrown::{catch, throw};
 
 /// Whether changes to summoned parameters are kept.

@@ -6,12 +6,12 @@ use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterization};
 use burn::tensor::{DType, Tensor};
 
 use super::detached::Adapters;
-use crate::adapter::{Adapter, Method};
+use crate::adapter::{Adapter, Method, Origin};
 use crate::error::Error;
 use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
 use crate::policy::AdapterGroup;
 use crate::slot::Slot;
-use crate::survey::{Declared, Found, NewAdapter, Origin};
+use crate::survey::{Declared, Found, NewAdapter};
 
 /// Maximum number of paths in an error.
 const NAMED: usize = 12;

@@ -14,7 +14,7 @@ use super::magnitudes;
 use super::placed::Placed;
 use super::read::{self, Read};
 use super::ties::{self, Field, Ties};
-use crate::adapter::AdapterParams;
+use crate::adapter::{AdapterParams, Origin};
 use crate::convert;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
@@ -27,7 +27,7 @@ use crate::path::{FACTOR_A, FACTOR_B, MAGNITUDE};
 use crate::shown::Shown;
 use crate::slot::Slot;
 use crate::state::record;
-use crate::survey::{Declared, Found, Origin, Survey, stand_in};
+use crate::survey::{Declared, Found, Survey, stand_in};
 use crate::thrown::throw;
 use crate::unit::Unit;
 
