@@ -213,10 +213,21 @@ mod tests {
     use burn::optim::GradientsParams;
     use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 
+    use burn_fsdp::compile::{Batch, BatchMapper};
+
     use super::beside_burn::{Example, assert_equal, joined, seeded};
     use super::*;
 
     const BATCH: usize = 16;
+
+    impl Batch for Digits {
+        fn map(self, mapper: &mut impl BatchMapper) -> Self {
+            Self {
+                images: mapper.float("images", self.images),
+                classes: mapper.int("classes", self.classes),
+            }
+        }
+    }
 
     fn rates() -> ModuleLrScheduler {
         let config = CosineAnnealingLrSchedulerConfig::new(4e-3, 20);
@@ -276,17 +287,21 @@ mod tests {
             policy: || ShardPolicy::new().units(["conv*", "hidden"]),
         };
         example.assert_as_by_burn(model, &[1]);
+        let optimizer = || AdamWConfig::new().build().into();
+        let closures: (_, fn(&_, _) -> _) = (model as fn(&_) -> _, Model::output);
+        example.assert_compiled_as_by_burn(closures, optimizer, &[1]);
         for ranks in [2, 4] {
-            let got = example.on_ranks(seeded(model), ranks);
-            let trained: Vec<_> = got
-                .into_iter()
-                .filter(|(split, ..)| *split == "train")
-                .collect();
             let expected = by_hand(&example.items.0, ranks).into_iter().enumerate();
             let expected = expected
                 .map(|(epoch, of)| ("train", epoch + 1, of))
                 .collect();
-            assert_equal(&trained, &expected);
+            for got in [
+                example.on_ranks(seeded(model), ranks),
+                example.compiled(closures, optimizer, ranks),
+            ] {
+                let trained = got.into_iter().filter(|(split, ..)| *split == "train");
+                assert_equal(&trained.collect(), &expected);
+            }
         }
     }
 }

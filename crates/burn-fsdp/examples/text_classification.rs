@@ -187,8 +187,20 @@ mod beside_burn;
 
 #[cfg(test)]
 mod tests {
+    use burn_fsdp::compile::{Batch, BatchMapper};
+
     use super::beside_burn::Example;
     use super::*;
+
+    impl Batch for Lines {
+        fn map(self, mapper: &mut impl BatchMapper) -> Self {
+            Self {
+                bytes: mapper.int("bytes", self.bytes),
+                padding: mapper.bool("padding", self.padding),
+                classes: mapper.int("classes", self.classes),
+            }
+        }
+    }
 
     #[test]
     fn metrics_match_plain_burn() {
@@ -208,5 +220,8 @@ mod tests {
             policy: || ShardPolicy::new().units(["encoder.layers.*"]),
         };
         example.assert_as_by_burn(Model::new, &[1, 2, 4]);
+        let optimizer = || AdamWConfig::new().build().into();
+        let model: (_, fn(&_, _) -> _) = (Model::new as fn(&_) -> _, Model::classify);
+        example.assert_compiled_as_by_burn(model, optimizer, &[1, 2, 4]);
     }
 }

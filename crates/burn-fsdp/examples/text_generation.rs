@@ -197,8 +197,19 @@ mod beside_burn;
 
 #[cfg(test)]
 mod tests {
+    use burn_fsdp::compile::{Batch, BatchMapper};
+
     use super::beside_burn::Example;
     use super::*;
+
+    impl Batch for Windows {
+        fn map(self, mapper: &mut impl BatchMapper) -> Self {
+            Self {
+                inputs: mapper.int("inputs", self.inputs),
+                targets: mapper.int("targets", self.targets),
+            }
+        }
+    }
 
     #[test]
     fn metrics_match_plain_burn() {
@@ -225,5 +236,13 @@ mod tests {
             },
         };
         example.assert_as_by_burn(Model::new, &[1, 2, 4]);
+        // Compiled steps have no clipping by the norm of each gradient.
+        let example = Example {
+            optimizer: || AdamConfig::new().init(),
+            ..example
+        };
+        let optimizer = || AdamConfig::new().build().into();
+        let model: (_, fn(&_, _) -> _) = (Model::new as fn(&_) -> _, Model::predict);
+        example.assert_compiled_as_by_burn(model, optimizer, &[1, 2, 4]);
     }
 }

@@ -16,12 +16,14 @@ use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
     ClassificationOutput, InferenceStep, Learner, LearnerModel, SupervisedTraining, TrainStep,
 };
+use burn_fsdp::compile::{self, OptimizerGroups};
 use burn_fsdp::train::FullySharded;
-use burn_fsdp::{LaunchConfig, ShardPolicy};
+use burn_fsdp::{LaunchConfig, ShardPolicy, Strategy};
 
 pub(crate) use runs::joined;
 
 const EPOCHS: usize = 2;
+const SEED: u64 = 7;
 
 /// The data, model and settings of an example's training.
 pub(crate) struct Example<B, I> {
@@ -113,6 +115,51 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
         metrics(folder.path())
     }
 
+    /// Trains a model by compiled steps on each of these numbers of ranks, and asserts that the metrics equal plain
+    /// Burn's.
+    pub(crate) fn assert_compiled_as_by_burn<T, M>(
+        &self,
+        model: (fn(&Device) -> M, fn(&M, T) -> ClassificationOutput),
+        optimizer: fn() -> OptimizerGroups,
+        ranks: &[usize],
+    ) where
+        T: Batch + compile::Batch,
+        B: Batcher<I, T> + 'static,
+        M: Classifier<T>,
+    {
+        for &ranks in ranks {
+            let expected = self.by_burn(seeded(model.0), ranks);
+            assert_equal(&self.compiled(model, optimizer, ranks), &expected);
+        }
+    }
+
+    /// Trains a model by compiled steps on some ranks; each takes its part of every step.
+    pub(crate) fn compiled<T, M>(
+        &self,
+        (new, forward): (fn(&Device) -> M, fn(&M, T) -> ClassificationOutput),
+        optimizer: fn() -> OptimizerGroups,
+        ranks: usize,
+    ) -> Metrics
+    where
+        T: Batch + compile::Batch,
+        B: Batcher<I, T> + 'static,
+        M: Classifier<T>,
+    {
+        let folder = tempfile::tempdir().expect("a folder");
+        let training = self.training(folder.path(), self.items.clone(), self.batch / ranks);
+        // Rank 0 draws the initial values.
+        Device::flex().seed(SEED);
+        let closures = (
+            move |device: &Device| new(device),
+            move |model: &M, batch| forward(model, batch),
+        );
+        let style = (Strategy::FullShard, Default::default());
+        FullySharded::new(LaunchConfig::new(ranks))
+            .launch_compiled(training, closures, (optimizer(), (self.rates)()), style)
+            .unwrap_or_else(|error| panic!("{ranks} ranks: {error}"));
+        metrics(folder.path())
+    }
+
     /// Trains a model with plain Burn on one device, on the items that `ranks` ranks have together in each
     /// step.
     fn by_burn<T, M>(&self, model: M, ranks: usize) -> Metrics
@@ -136,7 +183,7 @@ const MOST: f64 = 1e-4;
 /// Returns a model with the same initial values each time.
 pub(crate) fn seeded<M>(new: impl Fn(&Device) -> M) -> M {
     let device = Device::flex().autodiff();
-    device.seed(7);
+    device.seed(SEED);
     new(&device)
 }
 
