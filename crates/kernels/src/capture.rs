@@ -8,7 +8,7 @@ use burn_router::{RouterClient, RouterTensor};
 
 use crate::backend::Kernels;
 use crate::documents::DocumentHeads;
-use crate::operation::FusedOperation;
+use crate::table::FusedOperation;
 
 type Recorded = RouterTensor<CaptureClient>;
 

@@ -3,9 +3,12 @@
 use burn::backend::Flex;
 use burn_flex::FlexTensor;
 
+use crate::attention::cpu as attention;
 use crate::backend::Kernels;
+use crate::cross_entropy::cpu as cross_entropy;
 use crate::documents::DocumentHeads;
-use crate::{attention, cross_entropy, gelu, norm};
+use crate::gelu::cpu as gelu;
+use crate::norm::cpu as norm;
 
 impl Kernels for Flex {
     fn gelu_kernel(x: FlexTensor) -> FlexTensor {

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::{Bytes, DType, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
+use burn_ir::TensorIr;
 use rayon::prelude::*;
 
 use crate::vectors::{Kernel, vectorized};
@@ -15,6 +16,14 @@ const CHUNK: usize = 1 << 14;
 /// Returns true for the float types that the kernels support: `f32` and `bf16`.
 pub fn takes(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
+}
+
+/// Returns true if all tensors have the same type and the kernels support it.
+pub fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
+    let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
+    types
+        .next()
+        .is_none_or(|first| takes(first) && types.all(|other| other == first))
 }
 
 /// The elements of a tensor in order.

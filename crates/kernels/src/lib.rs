@@ -30,11 +30,14 @@
 mod attention;
 mod backend;
 mod capture;
+mod cast;
 mod composed;
+mod contract;
 mod cross_entropy;
 mod documents;
 mod exp;
 mod flex;
+mod form;
 mod fresh;
 mod gelu;
 mod halves;
@@ -43,9 +46,9 @@ mod matmul;
 mod matrix;
 mod method;
 mod norm;
-mod operation;
 mod ops;
 mod packed;
+mod pattern;
 mod pointwise;
 mod product;
 mod route;
@@ -53,6 +56,7 @@ mod rows;
 mod silu;
 mod softmax;
 mod sum;
+mod table;
 #[cfg(test)]
 mod tests;
 mod threads;
@@ -61,12 +65,22 @@ mod vectors;
 mod widened;
 
 pub use composed::other_documents;
+pub use contract::{
+    Composed, FusedCost, FusedKernel, KernelCheck, KernelDims, KernelPattern, KernelPlacement,
+    KernelRecord, Letters, Replaced,
+};
 pub use documents::DocumentHeads;
-pub use halves::takes;
+pub use form::{Array, FormCall, FormScalar, Logarithms, Number};
+pub use halves::{are_alike, takes};
 pub use method::HalfProducts;
-pub use operation::{FusedCost, FusedOperation};
 pub use ops::{
     causal_attention, cross_entropy, document_attention, gelu, layer_norm, layer_norm_of,
 };
+pub use pattern::{
+    Inserted, Kind, PatternChange, PatternKernel, PatternNode, PatternPhase, PatternStep, Patterns,
+    StepKind, Steps, kind_of,
+};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};
+pub use table::FusedOperation;
+pub use threads::LARGE;

@@ -190,7 +190,7 @@ untracked!(CaptureBackend);
 
 impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
     fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        crate::gelu::tracked::<B, C>(x)
+        crate::gelu::tracked::tracked::<B, C>(x)
     }
 
     fn fused_layer_norm(
@@ -199,7 +199,7 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         beta: FloatTensor<Self>,
         epsilon: f32,
     ) -> FloatTensor<Self> {
-        crate::norm::tracked::<B, C>(x, gamma, beta, epsilon)
+        crate::norm::tracked::tracked::<B, C>(x, gamma, beta, epsilon)
     }
 
     fn fused_causal_attention(
@@ -207,7 +207,7 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         batch: usize,
         heads: usize,
     ) -> FloatTensor<Self> {
-        crate::attention::tracked::<B, C>(qkv, batch, heads)
+        crate::attention::tracked::tracked::<B, C>(qkv, batch, heads)
     }
 
     fn fused_document_attention(
@@ -215,13 +215,13 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         positions: IntTensor<Self>,
         form: DocumentHeads,
     ) -> FloatTensor<Self> {
-        crate::attention::tracked_documents::<B, C>(qkv, positions, form)
+        crate::attention::tracked::tracked_documents::<B, C>(qkv, positions, form)
     }
 
     fn fused_cross_entropy(
         logits: FloatTensor<Self>,
         targets: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        crate::cross_entropy::tracked::<B, C>(logits, targets)
+        crate::cross_entropy::tracked::tracked::<B, C>(logits, targets)
     }
 }

@@ -8,3 +8,6 @@ pub(crate) enum Threads {
     /// The threads of the calling thread's pool share the work if that is faster.
     Pool,
 }
+
+/// Minimum number of elements for which a single operation is divided among threads.
+pub const LARGE: usize = 1 << 16;

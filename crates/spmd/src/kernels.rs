@@ -2,12 +2,9 @@
 
 use std::any::Any;
 
-use burn_fsdp_kernels::{FusedCost, FusedOperation, takes};
+use burn_fsdp_kernels::{FusedCost, FusedOperation, KernelPlacement};
 use burn_fsdp_tensors::is_host_backend;
-use burn_ir::{
-    BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,
-    NumericOperationIr, OperationIr, ReduceDimOpIr, ScalarIr, TensorIr,
-};
+use burn_ir::{BackendIr, CustomOpIr, OperationIr, ScalarIr, TensorIr};
 
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
@@ -39,14 +36,6 @@ pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     is_host_backend::<B>()
 }
 
-/// Returns true if all tensors have the same type and the kernels support it.
-pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
-    let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
-    types
-        .next()
-        .is_none_or(|first| takes(first) && types.all(|other| other == first))
-}
-
 /// Creates the node of a kernel with these inputs and outputs.
 pub(crate) fn fused_node(
     operation: FusedOperation,
@@ -66,51 +55,25 @@ pub(crate) fn fused_node(
     node
 }
 
-/// Returns the Burn operation that a kernel replaces, if it is a single one: a matrix product, a sum along a dim, or a
-/// cast.
-fn plain(operation: &OperationIr) -> Option<OperationIr> {
-    let OperationIr::Custom(call) = operation else {
+/// Returns the node with the single operation of Burn in place of the kernel that stands for it; `None` if it has no
+/// such operation.
+pub(crate) fn plain_node(node: &Node) -> Option<Node> {
+    let OperationIr::Custom(call) = &node.operation else {
         return None;
     };
-    let kernel = FusedOperation::named(&call.id)?;
-    let (inputs, out) = (call.inputs.as_slice(), call.outputs.first()?);
-    Some(match (kernel, inputs) {
-        (FusedOperation::Matmul, [lhs, rhs]) => {
-            let product = MatmulOpIr {
-                lhs: lhs.clone(),
-                rhs: rhs.clone(),
-                out: out.clone(),
-            };
-            OperationIr::Float(out.dtype, FloatOperationIr::Matmul(product))
-        }
-        (FusedOperation::SumDim, [input]) => {
-            let sums = ReduceDimOpIr {
-                input: input.clone(),
-                out: out.clone(),
-                axis: call.scalars.first()?.elem::<u64>() as usize,
-                accumulator_len: 1,
-            };
-            OperationIr::NumericFloat(out.dtype, NumericOperationIr::SumDim(sums))
-        }
-        (FusedOperation::Cast, [input]) => {
-            let cast = CastOpIr {
-                input: input.clone(),
-                out: out.clone(),
-            };
-            OperationIr::BaseFloat(BaseOperationIr::Cast(cast))
-        }
-        _ => return None,
-    })
-}
-
-/// Returns the node with the [plain] operation in place of its kernel; `None` if it has no such operation.
-pub(crate) fn plain_node(node: &Node) -> Option<Node> {
+    let kernel = FusedOperation::named(&call.id)?.record();
     let mut plain = Node {
-        operation: plain(&node.operation)?,
+        operation: (kernel.plain)(call)?,
         ..node.clone()
     };
     plain.custom = None;
     Some(plain)
+}
+
+/// Returns true for a kernel whose results have the types that the steps of its program give them.
+pub(crate) fn is_program(call: &CustomOpIr) -> bool {
+    let kernel = FusedOperation::named(&call.id);
+    kernel.is_some_and(|kernel| matches!(kernel.record().placement, KernelPlacement::Program))
 }
 
 /// Returns the properties of a call that passes and plans need.

@@ -10,7 +10,7 @@ use super::factors::Factors;
 use super::mask::{CausalSoftmax, Codes, Firsts, Mask, MaskedSoftmax, SoftmaxGradient};
 use crate::fresh::added_parts;
 use crate::halves;
-use crate::matmul::{add_matmul, matmul};
+use crate::matmul::cpu::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 

@@ -1,206 +1,222 @@
 //! Causal attention over one packed tensor, of whole sequences or within documents, and attention with any masks over
 //! queries, keys and values.
 //!
-//! - `factors`: factors on probabilities, as in dropout.
-//! - `heads`: the operands, split into heads and blocks of queries.
-//! - `mask`: the keys that a query attends to.
+//! - `composed`: the composed forms.
+//! - `cpu`: the kernels. `factors`: factors on probabilities, as in dropout. `heads`: the operands, split into heads and
+//!   blocks of queries. `mask`: the keys that a query attends to.
+//! - `pattern`: the operations that attention replaces.
+//! - `tracked`: causal attention in models.
 
+mod composed;
+pub(crate) mod cpu;
 mod factors;
 mod heads;
 mod mask;
+mod pattern;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tracked;
 
-use burn::backend::Autodiff;
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
+use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::backend::Kernels;
+use crate::contract::{
+    Composed, FusedCost, FusedKernel, KernelCheck, KernelDims, KernelPattern, KernelPlacement,
+    KernelRecord, Letters, size,
+};
 use crate::documents::DocumentHeads;
-use crate::rows::contiguous;
-pub(crate) use factors::Factors;
-use heads::Operands;
-pub(crate) use mask::Fill;
-use mask::{Firsts, Mask};
+use crate::form::{FormCall, Number};
+use cpu::Weighting;
+use factors::Factors;
+use mask::Fill;
 
-#[derive(Debug)]
-struct CausalAttention;
+/// Inputs: qkv, positions. Outputs: y. Scalars: batch, heads, reach.
+///
+/// Positions, `[batch, time]`, are integers: those of tokens in their documents. A query sees as many tokens before its
+/// own as its position says, and its reach at most, including its own. A reach of 0 is none. If all tokens of a sequence
+/// are one document, both the positions and the reach are absent.
+pub(crate) struct CausalAttention;
 
-/// The input and sizes that the backward pass needs.
-#[derive(Clone, Debug)]
-struct Saved<T> {
-    qkv: T,
-    batch: usize,
-    heads: usize,
-}
+impl FusedKernel for CausalAttention {
+    const RECORD: KernelRecord = KernelRecord {
+        cost: |call| causal_cost(call, 2),
+        check: KernelCheck {
+            // Any position is valid. Those that are in the sequence show the most keys.
+            indices: |call| Some((1, call.inputs.get(1)?.shape[1])),
+            ..KernelCheck::DEFAULT
+        },
+        ..KernelRecord::new("models.causal_attention", |call, inputs| {
+            let mut inputs = inputs.into_iter();
+            let qkv = operand(&mut inputs);
+            vec![match inputs.next() {
+                Some(positions) => cpu::in_documents(qkv, &positions, documents(call)),
+                None => cpu::causal(qkv, size(call, 0), size(call, 1)),
+            }]
+        })
+    };
 
-impl<B: Kernels> Backward<B, 1> for CausalAttention {
-    type State = Saved<FloatTensor<B>>;
-
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let Saved { qkv, batch, heads } = ops.state;
-        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            B::causal_attention_gradient(qkv, grad, batch, heads)
-        });
+    fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
+        let [qkv, positions @ ..] = call.inputs else {
+            return Ok(None);
+        };
+        let causal = composed::Causal::of(call, qkv, positions)?;
+        Ok(Some(vec![causal.result(qkv)?]))
     }
 }
 
-pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
-    qkv: FloatTensor<Autodiff<B, C>>,
-    batch: usize,
-    heads: usize,
-) -> FloatTensor<Autodiff<B, C>> {
-    let prepared = Backward::<B, 1>::prepare::<C>(CausalAttention, [qkv.node()])
-        .compute_bound()
-        .stateful();
-    let qkv = qkv.into_primitive();
-    let output = B::causal_attention_kernel(qkv.clone(), batch, heads);
-    match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(Saved { qkv, batch, heads }, output),
-        OpsKind::UnTracked(prepared) => prepared.finish(output),
+/// Inputs: qkv, gradient of y, positions. Outputs: gradient of qkv. Scalars: as for [`CausalAttention`].
+pub(crate) struct CausalAttentionBackward;
+
+impl FusedKernel for CausalAttentionBackward {
+    const RECORD: KernelRecord = KernelRecord {
+        cost: |call| causal_cost(call, 5),
+        ..KernelRecord::new("models.causal_attention_backward", |call, inputs| {
+            let mut inputs = inputs.into_iter();
+            let (qkv, grad) = (operand(&mut inputs), operand(&mut inputs));
+            vec![match inputs.next() {
+                Some(positions) => {
+                    cpu::in_documents_gradient(qkv, grad, &positions, documents(call))
+                }
+                None => cpu::causal_gradient(qkv, grad, size(call, 0), size(call, 1)),
+            }]
+        })
+    };
+
+    fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
+        let [qkv, grad, positions @ ..] = call.inputs else {
+            return Ok(None);
+        };
+        let causal = composed::Causal::of(call, qkv, positions)?;
+        Ok(Some(vec![causal.gradient(qkv, grad)?]))
     }
 }
 
-#[derive(Debug)]
-struct DocumentAttention;
+const QUERIES: Letters = Letters::Named("bqh.");
+const KEYS: Letters = Letters::Named("b.h.");
+const VALUES: Letters = Letters::Named("b.hw");
+const RESULT: Letters = Letters::Named("bqhw");
+/// Masks and factors have the shape of the scores, or size one in some dims.
+const SCORES: Letters = Letters::Fitting("bhq.");
 
-/// The inputs and sizes that the backward pass of an attention within documents needs.
-#[derive(Clone, Debug)]
-struct SavedDocuments<T, I> {
-    qkv: T,
-    positions: I,
-    form: DocumentHeads,
-}
+/// Inputs: queries, keys, values, masks, factors. Outputs: the result. Scalars: factor on the scores, number for each
+/// mask, factor on all probabilities.
+///
+/// Queries, keys, values and the result are `[batch, time, heads, width]`. A mask contains bools, `[batch or 1, heads or
+/// 1, queries or 1, keys or 1]`. The mask's number replaces the scaled score wherever the mask is set. Factors, `[batch,
+/// heads, queries, keys]`, multiply the probabilities, as in dropout. If there are no factors, both the input and the
+/// common factor are absent.
+pub(crate) struct Attention;
 
-impl<B: Kernels> Backward<B, 1> for DocumentAttention {
-    type State = SavedDocuments<FloatTensor<B>, IntTensor<B>>;
+impl FusedKernel for Attention {
+    const RECORD: KernelRecord = KernelRecord {
+        cost: |call| attention_cost(call, 2),
+        placement: KernelPlacement::Dims(KernelDims::of(
+            &[QUERIES, KEYS, VALUES, SCORES],
+            &[RESULT],
+        )),
+        pattern: KernelPattern::Found(pattern::replace),
+        ..KernelRecord::new(pattern::ATTENTION, |call, inputs| {
+            let mut inputs = inputs.into_iter();
+            let operands = [(); 3].map(|()| operand(&mut inputs));
+            vec![cpu::weighted(operands, weighting(call, inputs, 3))]
+        })
+    };
 
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let SavedDocuments {
-            qkv,
-            positions,
-            form,
-        } = ops.state;
-        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-            B::document_attention_gradient(qkv, grad, positions, form)
-        });
+    fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
+        let [queries, keys, values, behind @ ..] = call.inputs else {
+            return Ok(None);
+        };
+        let attention = composed::Attention::of(call, [queries, keys, values], behind)?;
+        Ok(Some(vec![attention.result()?]))
     }
 }
 
-pub(crate) fn tracked_documents<B: Kernels, C: CheckpointStrategy>(
-    qkv: FloatTensor<Autodiff<B, C>>,
-    positions: IntTensor<B>,
-    form: DocumentHeads,
-) -> FloatTensor<Autodiff<B, C>> {
-    let prepared = Backward::<B, 1>::prepare::<C>(DocumentAttention, [qkv.node()])
-        .compute_bound()
-        .stateful();
-    let qkv = qkv.into_primitive();
-    let output = B::document_attention_kernel(qkv.clone(), positions.clone(), form);
-    match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(
-            SavedDocuments {
-                qkv,
-                positions,
-                form,
-            },
-            output,
-        ),
-        OpsKind::UnTracked(prepared) => prepared.finish(output),
+/// Inputs: queries, keys, values, gradient of the result, masks, factors. Outputs: gradients of queries, keys, values.
+/// Scalars: as for [`Attention`].
+pub(crate) struct AttentionBackward;
+
+impl FusedKernel for AttentionBackward {
+    const RECORD: KernelRecord = KernelRecord {
+        cost: |call| attention_cost(call, 5),
+        // The gradients of keys and values are sums over queries. The gradients of queries and keys are sums over the
+        // width of values.
+        placement: KernelDims::of(
+            &[QUERIES, KEYS, VALUES, RESULT, SCORES],
+            &[QUERIES, KEYS, VALUES],
+        )
+        .summed(Letters::Named("qw"))
+        .linear_in(3),
+        ..KernelRecord::new(pattern::GRADIENT, |call, inputs| {
+            let mut inputs = inputs.into_iter();
+            let operands = [(); 3].map(|()| operand(&mut inputs));
+            let grad = operand(&mut inputs);
+            cpu::weighted_gradients(operands, &grad, weighting(call, inputs, 4)).into()
+        })
+    };
+
+    fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
+        let [queries, keys, values, grad, behind @ ..] = call.inputs else {
+            return Ok(None);
+        };
+        let attention = composed::Attention::of(call, [queries, keys, values], behind)?;
+        Ok(Some(attention.gradients(grad)?.into()))
     }
 }
 
-/// Computes [`causal`] attention within documents. `positions` are those of the tokens in their documents,
-/// `[batch, time]`.
-pub(crate) fn in_documents(
-    qkv: FlexTensor,
-    positions: &FlexTensor,
-    form: DocumentHeads,
-) -> FlexTensor {
-    let (batch, firsts) = firsts(positions, form);
-    let rows = qkv.layout().shape()[0];
-    let operands = Operands::packed(contiguous(qkv), batch, form.heads).within(firsts);
-    let output = operands.forward();
-    let width = output.layout().num_elements() / rows.max(1);
-    output.reshape([rows, width].into())
+fn operand(inputs: &mut impl Iterator<Item = FlexTensor>) -> FlexTensor {
+    inputs.next().expect("a captured call has all its inputs")
 }
 
-/// Returns the gradient of [`in_documents`]'s packed input.
-pub(crate) fn in_documents_gradient(
-    qkv: FlexTensor,
-    grad: FlexTensor,
-    positions: &FlexTensor,
-    form: DocumentHeads,
-) -> FlexTensor {
-    let (batch, firsts) = firsts(positions, form);
-    let operands = Operands::packed(contiguous(qkv), batch, form.heads).within(firsts);
-    packed_gradient(&operands, grad)
+/// Returns the work of causal attention, or of its gradient, in this number of products.
+fn causal_cost(call: &CustomOpIr, num_products: usize) -> FusedCost {
+    let (shape, heads) = (&call.inputs[0].shape, size(call, 1));
+    let time = shape[0] / size(call, 0).max(1);
+    // On average, a query attends to half of the keys.
+    let width = heads * (shape[1] / 3 / heads.max(1));
+    let pairs = shape[0] * (time + 1) / 2;
+    FusedCost::of_elements(call).with_products(num_products * pairs * width)
 }
 
-/// Returns the number of sequences, and the first key of each query.
-fn firsts(positions: &FlexTensor, form: DocumentHeads) -> (usize, Firsts) {
-    let shape = positions.layout().shape();
-    (shape[0], Firsts::of(positions, shape[1], form.reach))
+/// Returns the work of attention, or of its gradients, in this number of products.
+fn attention_cost(call: &CustomOpIr, num_products: usize) -> FusedCost {
+    let [queries, keys] = [0, 1].map(|index: usize| &call.inputs[index].shape);
+    let (pairs, width) = (queries[0] * queries[1] * keys[1], queries[2] * queries[3]);
+    FusedCost::of_elements(call).with_products(num_products * pairs * width)
 }
 
-/// Computes causal self-attention of packed queries, keys and values: `[batch * time, 3 * dim]` to
-/// `[batch * time, dim]`.
-pub(crate) fn causal(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
-    let rows = qkv.layout().shape()[0];
-    let output = Operands::packed(contiguous(qkv), batch, heads).forward();
-    let width = output.layout().num_elements() / rows.max(1);
-    output.reshape([rows, width].into())
-}
-
-/// Returns the gradient of [`causal`]'s input.
-pub(crate) fn causal_gradient(
-    qkv: FlexTensor,
-    grad: FlexTensor,
-    batch: usize,
-    heads: usize,
-) -> FlexTensor {
-    packed_gradient(&Operands::packed(contiguous(qkv), batch, heads), grad)
-}
-
-/// Returns the gradient of packed operands, `[batch * time, 3 * dim]`, from that of their output.
-fn packed_gradient(operands: &Operands, grad: FlexTensor) -> FlexTensor {
-    let [batch, time, heads, head_dim] = operands.output_dims();
-    let grad = contiguous(grad).reshape([batch, time, heads, head_dim].into());
-    let gradient = operands.packed_gradient(&grad);
-    gradient.reshape([batch * time, 3 * heads * head_dim].into())
-}
-
-/// The changes to the scores and probabilities of an attention.
-pub(crate) struct Weighting {
-    /// The factor that multiplies the scores.
-    pub(crate) scale: f32,
-    /// The masks, with the numbers that replace scores where they are set.
-    pub(crate) fills: Vec<Fill>,
-    /// The factors that multiply the probabilities, if any.
-    pub(crate) factors: Option<Factors>,
-}
-
-impl Weighting {
-    fn of(self, qkv: [FlexTensor; 3]) -> Operands {
-        Operands::apart(qkv, self.scale, Mask::Filled(self.fills), self.factors)
+/// Returns the heads of a call of causal attention within documents.
+fn documents(call: &CustomOpIr) -> DocumentHeads {
+    let reach = size(call, 2);
+    DocumentHeads {
+        heads: size(call, 1),
+        reach: (reach > 0).then_some(reach),
     }
 }
 
-/// Computes attention from queries, keys and values, each `[batch, time, heads, width]`. Returns the output, `[batch,
-/// time of queries, heads, width of values]`.
-pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor {
-    weighting.of(qkv).forward()
-}
-
-/// Returns the gradients of [`weighted`]'s queries, keys and values.
-pub(crate) fn weighted_gradients(
-    qkv: [FlexTensor; 3],
-    grad: &FlexTensor,
-    weighting: Weighting,
-) -> [FlexTensor; 3] {
-    weighting.of(qkv).gradients(grad)
+/// Returns the weighting of a call from its scalars and the inputs that follow the first `num_operands`. The last input
+/// holds factors if it is neither a mask nor one of these.
+fn weighting(
+    call: &CustomOpIr,
+    inputs: impl Iterator<Item = FlexTensor>,
+    num_operands: usize,
+) -> Weighting {
+    let mut inputs: Vec<FlexTensor> = inputs.collect();
+    let number = |scalar: &ScalarIr| scalar.elem::<f32>();
+    let last = call.inputs[num_operands..].last();
+    let factors = last.filter(|last| last.dtype.is_float());
+    let factors = factors.and_then(|_| inputs.pop());
+    let last = call.scalars.last().map_or(1.0, number);
+    let fill = |(mask, value): (FlexTensor, &ScalarIr)| Fill {
+        mask,
+        value: number(value),
+    };
+    Weighting {
+        scale: number(&call.scalars[0]),
+        fills: inputs
+            .into_iter()
+            .zip(&call.scalars[1..])
+            .map(fill)
+            .collect(),
+        factors: factors.map(|factors| Factors::new(factors, last)),
+    }
 }

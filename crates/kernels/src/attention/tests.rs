@@ -4,7 +4,9 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
-use super::{Factors, Fill, Weighting, weighted, weighted_gradients};
+use super::cpu::{Weighting, weighted, weighted_gradients};
+use super::factors::Factors;
+use super::mask::Fill;
 use crate::rows::contiguous;
 
 /// Batch, heads, queries, keys, width, width of values.

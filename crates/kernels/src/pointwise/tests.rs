@@ -4,7 +4,8 @@ use burn::backend::{Backend, Flex};
 use burn::tensor::{DType, Shape, TensorData};
 use burn_flex::FlexTensor;
 
-use super::{PointwiseOperand as Operand, PointwiseOperation as Op, PointwiseProgram, run};
+use super::run::run;
+use super::{PointwiseOperand as Operand, PointwiseOperation as Op, PointwiseProgram};
 
 /// Pseudorandom numbers, the same in each run.
 struct Numbers(u64);

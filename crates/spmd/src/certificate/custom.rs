@@ -1,26 +1,27 @@
 //! Custom operations: kernels in their composed form, the norms of gradient clipping, and rounded optimizer states.
 
-use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_kernels::{FormCall, FusedOperation, Logarithms};
 use burn_fsdp_tensors::StateFormat;
 use burn_ir::CustomOpIr;
 
 use super::call::{Call, Known};
-use super::composed::{KernelCall, Logarithms};
 use super::field::{Element, add, function, mul, of_integer};
+use super::number::FieldNumber;
 use super::pointwise::abs;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 use crate::low_bit::{RoundCall, StateOperation};
 use crate::norm::{COEFFICIENTS, LOCAL_NORM};
 
-impl Logarithms<Element> for Known {
-    fn keep(&self, logarithm: Element, probability: Element) {
-        self.logarithms.borrow_mut().insert(logarithm, probability);
+impl Logarithms<FieldNumber> for Known {
+    fn keep(&self, logarithm: FieldNumber, probability: FieldNumber) {
+        let mut known = self.logarithms.borrow_mut();
+        known.insert(logarithm.0, probability.0);
     }
 
-    fn probability(&self, logarithm: Element) -> Element {
-        let known = self.logarithms.borrow().get(&logarithm).copied();
-        known.unwrap_or_else(|| function("exp", &[logarithm]))
+    fn probability(&self, logarithm: FieldNumber) -> FieldNumber {
+        let known = self.logarithms.borrow().get(&logarithm.0).copied();
+        FieldNumber(known.unwrap_or_else(|| function("exp", &[logarithm.0])))
     }
 }
 
@@ -37,16 +38,17 @@ impl Call<'_> {
         let Some(kernel) = FusedOperation::named(&call.id) else {
             return self.opaque();
         };
-        let inputs = call.inputs.iter().map(|input| self.get(input));
-        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
-        let composed = KernelCall {
-            kernel,
+        let inputs = call.inputs.iter();
+        let inputs = inputs.map(|input| Ok(FieldNumber::all_of(self.get(input)?)));
+        let scalars = self.scalars.iter().copied().map(FieldNumber::scalar);
+        let results = kernel.composed(&FormCall {
             call,
-            inputs: &inputs,
-            scalars: &self.scalars,
-        };
-        match composed.results(self.known)? {
-            Some(results) => Ok(results),
+            inputs: &inputs.collect::<Result<Vec<_>, String>>()?,
+            scalars: &scalars.collect::<Vec<_>>(),
+            logarithms: self.known,
+        })?;
+        match results {
+            Some(results) => Ok(results.into_iter().map(FieldNumber::elements_of).collect()),
             None => self.opaque(),
         }
     }

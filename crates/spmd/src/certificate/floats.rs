@@ -7,14 +7,10 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{DType, TensorData, bf16};
 use burn_flex::FlexTensor;
-use burn_fsdp_kernels::{FusedOperation, takes};
+use burn_fsdp_kernels::{Array as Tensor, FormCall, FormScalar, FusedOperation, Logarithms, takes};
 use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 
-use super::composed::{KernelCall, Logarithms};
 use super::field::Hash;
-use super::number::Number as _;
-use super::scalar::Scalar;
-use super::tensor::Tensor;
 use crate::graph::{Flops, Graph, Node};
 
 /// Maximum difference due to 32-bit rounding, relative to the largest result or one, whichever is larger.
@@ -77,7 +73,7 @@ fn work(node: &Node) -> u64 {
         .map(|tensor| tensor.shape.num_elements() as u64)
         .sum();
     match kernel_of(node) {
-        Some((FusedOperation::Matmul, _)) => 0,
+        Some((kernel, _)) if kernel.record().check.is_uniform => 0,
         _ => elements + Flops::of_node(node).total() / 2,
     }
 }
@@ -91,7 +87,7 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     };
     let kernel = FusedOperation::named(&call.id)?;
     let mut call = call.clone();
-    if kernel == FusedOperation::Matmul {
+    if kernel.record().check.is_uniform {
         clip(&mut call);
     }
     for slot in &node.scalars {
@@ -133,9 +129,9 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
         .enumerate()
         .map(|(number, input)| drawn(kernel, call, number, input))
         .collect();
-    // Every step of a 16-bit fused program rounds, and rounding may change a sign.
+    // Rounding at every step may change a sign.
     let is_half = call.outputs[0].dtype == DType::BF16;
-    if is_half && kernel == FusedOperation::Pointwise {
+    if is_half && kernel.record().check.rounds_steps {
         return Ok(());
     }
     // The kernels do not support other float types.
@@ -208,7 +204,7 @@ impl Logarithms<f64> for Plain {
     fn keep(&self, _: f64, _: f64) {}
 
     fn probability(&self, logarithm: f64) -> f64 {
-        f64::function("exp", logarithm)
+        logarithm.exp()
     }
 }
 
@@ -217,15 +213,13 @@ fn composed(
     call: &CustomOpIr,
     inputs: &[Tensor<f64>],
 ) -> Result<Option<Vec<Tensor<f64>>>, String> {
-    let scalars: Vec<Scalar> = call.scalars.iter().copied().map(Scalar::Number).collect();
-    let inputs: Vec<&Tensor<f64>> = inputs.iter().collect();
-    let call = KernelCall {
-        kernel,
+    let scalars = call.scalars.iter().copied().map(FormScalar::Number);
+    kernel.composed(&FormCall {
         call,
-        inputs: &inputs,
-        scalars: &scalars,
-    };
-    call.results(&Plain)
+        inputs,
+        scalars: &scalars.collect::<Vec<_>>(),
+        logarithms: &Plain,
+    })
 }
 
 /// Returns random numbers for an operand, all representable in its type.
@@ -235,6 +229,7 @@ fn drawn(
     number: usize,
     input: &TensorIr,
 ) -> Tensor<f64> {
+    let (lowest, range) = (kernel.record().check.drawn)(number);
     let mut seed = Hash::named(kernel.name());
     seed.write(number as u64);
     let classes = call.inputs[0].shape.as_slice().last().copied().unwrap_or(1);
@@ -248,14 +243,8 @@ fn drawn(
             f64::from(u8::from(unit < 0.3))
         } else if !kind.is_float() {
             (word % classes.max(1) as u64) as f64
-        } else if kernel == FusedOperation::LogSoftmaxBackward && number == 0 {
-            // Logarithms of probabilities.
-            f64::from((-4.0 * unit - 0.05) as f32)
-        } else if kernel == FusedOperation::Pointwise {
-            // Positive numbers, which have roots and logarithms.
-            f64::from((0.5 + unit) as f32)
         } else {
-            f64::from((3.0 * unit - 1.5) as f32)
+            f64::from((lowest + range * unit) as f32)
         }
     };
     Tensor::from_fn(shape, |at| match kind {

@@ -241,11 +241,10 @@ pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
 fn chosen(operation: &OperationIr) -> Option<(&TensorIr, usize)> {
     use BaseOperationIr as Base;
     match operation {
-        // Any position is valid. Those that are in the sequence show the most keys.
         OperationIr::Custom(call) => {
-            let is_attention = call.id == FusedOperation::CausalAttention.name();
-            let positions = call.inputs.get(1).filter(|_| is_attention)?;
-            Some((positions, positions.shape[1]))
+            let kernel = FusedOperation::named(&call.id)?.record();
+            let (input, len) = (kernel.check.indices)(call)?;
+            Some((call.inputs.get(input)?, len))
         }
         OperationIr::Module(ModuleOperationIr::Embedding(op)) => {
             Some((&op.indices, op.weights.shape[0]))

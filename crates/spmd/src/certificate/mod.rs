@@ -2,10 +2,8 @@
 //!
 //! The README next to the code describes what is proved, the assumptions and the limits.
 
-mod attention;
 mod base;
 mod call;
-mod composed;
 mod custom;
 #[cfg(test)]
 mod faults;
@@ -23,7 +21,6 @@ mod products;
 mod proof;
 mod reference;
 mod scalar;
-mod softmax;
 mod tensor;
 mod transport;
 mod twin;

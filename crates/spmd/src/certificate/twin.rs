@@ -287,10 +287,9 @@ impl Form {
     fn visit(&mut self, operation: &mut OperationIr) {
         // The numbers of these operations determine what they compute.
         let is_code = match &*operation {
-            OperationIr::Custom(call) => matches!(
-                FusedOperation::named(&call.id),
-                Some(FusedOperation::Pointwise | FusedOperation::SumDim)
-            ),
+            OperationIr::Custom(call) => {
+                FusedOperation::named(&call.id).is_some_and(|kernel| kernel.record().check.has_code)
+            }
             _ => false,
         };
         struct Take<'a>(&'a mut Form, bool);

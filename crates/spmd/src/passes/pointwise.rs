@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 use burn::tensor::DType;
-use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
+use burn_fsdp_kernels::{FusedOperation, LARGE, PointwiseOperand, PointwiseProgram};
 use burn_ir::{TensorId, TensorIr};
 
 use crate::error::Error;
@@ -20,9 +20,6 @@ const MAX_STEPS: usize = 24;
 
 /// Maximum number of inputs of a program.
 const MAX_INPUTS: usize = 12;
-
-/// Minimum number of elements for which a single operation is divided among threads.
-pub(super) const LARGE: usize = 1 << 16;
 
 /// The pass that fuses every chain of pointwise operations on 32- or 16-bit floats into one operation, which reads
 /// and writes memory once. Examples are the update of an optimizer, operations after a product, and a gate and its

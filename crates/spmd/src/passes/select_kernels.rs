@@ -1,13 +1,8 @@
 //! The pass that selects kernels for single operations of Burn.
 
-use burn::tensor::DType;
-use burn_fsdp_kernels::{FusedOperation, takes};
-use burn_ir::{
-    BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorIr,
-};
+use burn_fsdp_kernels::{FusedOperation, KernelPattern, Replaced};
 
 use super::kernels::put;
-use super::pointwise::LARGE;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Sizes};
 use crate::pass_id::PassId;
@@ -46,8 +41,8 @@ impl GraphTransform for SelectKernels {
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let mut nodes = graph.take_nodes();
         for node in &mut nodes {
-            if let Some((kernel, inputs, output, scalars)) = kernel_for(node, graph.sizes()) {
-                put(node, kernel, inputs, output, scalars);
+            if let Some((kernel, call)) = kernel_for(node, graph.sizes()) {
+                put(node, kernel, call);
             }
         }
         graph.set_nodes(nodes);
@@ -55,36 +50,19 @@ impl GraphTransform for SelectKernels {
     }
 }
 
-/// A kernel, with operands, result and scalars.
-type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
-
 /// Returns the call of the kernel that replaces a node; `None` if the node stays.
-fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
+fn kernel_for(node: &Node, sizes: &Sizes) -> Option<(FusedOperation, Replaced)> {
     if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
         return None;
     }
-    match &node.operation {
-        OperationIr::Float(dtype, FloatOperationIr::Matmul(op)) if takes(*dtype) => {
-            let inputs = vec![op.lhs.clone(), op.rhs.clone()];
-            Some((FusedOperation::Matmul, inputs, op.out.clone(), Vec::new()))
-        }
-        OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => {
-            let types = [op.input.dtype, op.out.dtype];
-            let is_known = types.contains(&DType::F32) && types.contains(&DType::BF16);
-            let inputs = vec![op.input.clone()];
-            is_known.then(|| (FusedOperation::Cast, inputs, op.out.clone(), Vec::new()))
-        }
-        OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
-            // Sums along the last dim are taken in an order that the vectorized kernel does not use.
-            let is_inner = op.axis + 1 < op.input.shape.rank();
-            // Burn processes 16-bit floats one by one, and all elements on one thread.
-            let own = op.input.shape.num_elements();
-            let is_large = sizes.elements(op.input.id, own) >= LARGE;
-            let is_known = is_inner && (*dtype == DType::BF16 || is_large);
-            let dim = vec![ScalarIr::UInt(op.axis as u64)];
-            let inputs = vec![op.input.clone()];
-            is_known.then(|| (FusedOperation::SumDim, inputs, op.out.clone(), dim))
-        }
-        _ => None,
-    }
+    let first = node.operation.inputs().next();
+    let num_elements = first.map_or(0, |first| {
+        sizes.elements(first.id, first.shape.num_elements())
+    });
+    FusedOperation::ALL.into_iter().find_map(|kernel| {
+        let KernelPattern::Placed(replaced) = kernel.record().pattern else {
+            return None;
+        };
+        Some((kernel, replaced(&node.operation, num_elements)?))
+    })
 }

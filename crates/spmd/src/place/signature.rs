@@ -215,7 +215,8 @@ fn operand(tensor: &TensorIr, mut letters: Vec<Option<Letter>>) -> Operand {
     }
 }
 
-fn spelled(letters: &str) -> Vec<Option<Letter>> {
+/// Returns one letter per dim, or `None` for `.`.
+pub(crate) fn spelled(letters: &str) -> Vec<Option<Letter>> {
     letters
         .chars()
         .map(|letter| (letter != '.').then_some(letter))

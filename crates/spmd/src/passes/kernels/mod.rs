@@ -2,28 +2,19 @@
 //!
 //! It runs on the graph of one rank or, with placements, of each rank. Kernels read less memory.
 
-mod attention;
-mod layer_norm;
-mod likelihood;
-mod pattern;
 mod product;
-mod rms_norm;
-mod scaled;
-mod silu;
-mod softmax;
-mod walk;
+mod rewrite;
 
-use burn_fsdp_kernels::FusedOperation;
-use burn_ir::{ActivationOperationIr, OperationIr, ScalarIr, TensorIr};
+use burn_fsdp_kernels::{FusedOperation, KernelPattern, Replaced, are_alike};
 
 use super::dead_code::DeadCode;
 use super::verify::written_before_read;
 use crate::error::Error;
 use crate::graph::{Graph, Node};
-use crate::kernels::{are_alike, fused_node};
+use crate::kernels::fused_node;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
-use pattern::Patterns;
+use rewrite::rewritten;
 
 /// The pass that replaces functions that consist of many of Burn's operations, in forward and backward. Each becomes
 /// one operation of [`burn_fsdp_kernels`]. The functions are attention (with dropout on its probabilities), softmax, its
@@ -76,27 +67,21 @@ impl GraphTransform for UseKernels {
         let has_repeated = graph.applied().contains(&PassId::RecomputeUnits);
         let before = has_repeated.then(|| graph.clone());
         let mut graph = graph;
-        let kinds: [Replace; 6] = [
-            softmax::replace,
-            // After softmax, which attention contains.
-            attention::replace,
-            // After the logarithm of softmax, which a likelihood contains.
-            likelihood::replace,
-            layer_norm::replace,
-            // After layer norms, which contain one.
-            rms_norm::replace,
-            silu::replace,
-        ];
-        // The placement of a product that is created from another product is unknown.
-        let products = (!graph.is_placed()).then_some(product::replace as Replace);
-        for replace in kinds.into_iter().chain(products) {
-            let mut patterns = Patterns::new(graph);
-            replace(&mut patterns)?;
+        for kernel in FusedOperation::ALL {
+            graph = match kernel.record().pattern {
+                KernelPattern::Steps(steps) => rewritten(graph, |all| steps.replace(all))?,
+                KernelPattern::Found(replace) => rewritten(graph, replace)?,
+                _ => continue,
+            };
             // No node reads the results of the replaced nodes.
-            graph = DeadCode.transform(patterns.finish())?;
+            graph = DeadCode.transform(graph)?;
+        }
+        // The placement of a product that is created from another product is unknown.
+        if !graph.is_placed() {
+            graph = DeadCode.transform(rewritten(graph, product::replace)?)?;
         }
         let mut nodes = graph.take_nodes();
-        nodes.iter_mut().for_each(use_gelu);
+        nodes.iter_mut().for_each(replace_one);
         graph.set_nodes(nodes);
         Ok(match before {
             Some(before) if written_before_read(&graph).is_some() => before,
@@ -105,36 +90,29 @@ impl GraphTransform for UseKernels {
     }
 }
 
-/// A function that replaces all instances of one pattern.
-type Replace = fn(&mut Patterns) -> Result<(), Error>;
-
-/// Replaces Burn's GELU, or its gradient, with a kernel.
-fn use_gelu(node: &mut Node) {
-    let (operation, inputs, out) = match &node.operation {
-        OperationIr::Activation(ActivationOperationIr::Gelu(op)) => {
-            (FusedOperation::Gelu, vec![op.input.clone()], &op.out)
-        }
-        OperationIr::Activation(ActivationOperationIr::GeluBackward(op)) => {
-            let inputs = vec![op.lhs.clone(), op.rhs.clone()];
-            (FusedOperation::GeluBackward, inputs, &op.out)
-        }
-        _ => return,
-    };
-    let out = out.clone();
-    if are_alike(inputs.iter().chain([&out])) {
-        put(node, operation, inputs, out, Vec::new());
+/// Replaces a node with the kernel that stands for its operation alone.
+fn replace_one(node: &mut Node) {
+    let found = FusedOperation::ALL.into_iter().find_map(|kernel| {
+        let KernelPattern::One(replaced) = kernel.record().pattern else {
+            return None;
+        };
+        Some((kernel, replaced(&node.operation)?))
+    });
+    if let Some((kernel, call)) = found
+        && are_alike(call.inputs.iter().chain([&call.output]))
+    {
+        put(node, kernel, call);
     }
 }
 
 /// Replaces a node with a kernel.
-pub(super) fn put(
-    node: &mut Node,
-    operation: FusedOperation,
-    inputs: Vec<TensorIr>,
-    out: TensorIr,
-    scalars: Vec<ScalarIr>,
-) {
+pub(super) fn put(node: &mut Node, kernel: FusedOperation, call: Replaced) {
     let (phase, path) = (node.phase, node.path.take());
-    *node = fused_node(operation, (inputs, vec![out]), scalars, phase);
+    *node = fused_node(
+        kernel,
+        (call.inputs, vec![call.output]),
+        call.scalars,
+        phase,
+    );
     node.path = path;
 }

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_kernels::{PointwiseOperand, PointwiseOperation as Step, PointwiseProgram};
+use burn_fsdp_kernels::{
+    PointwiseOperand, PointwiseOperation as Step, PointwiseProgram, are_alike,
+};
 use burn_ir::{
     ActivationOperationIr, BinaryOpIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr,
     ScalarOpIr, TensorId, TensorIr, UnaryOpIr,
 };
 
 use crate::graph::Node;
-use crate::kernels::are_alike;
 
 /// A pointwise operation on 32- or 16-bit floats.
 pub(super) struct Form<'a> {

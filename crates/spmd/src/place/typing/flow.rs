@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_kernels::FusedOperation;
 use burn_fsdp_mesh::Placement;
 use burn_ir::{CustomOpIr, OperationIr, TensorId};
 
 use super::SpmdType;
 use super::way::{WHOLE, Way, addends, is_drawn, of_owner, parts, spreads};
 use crate::graph::{Collective, Graph, Node, Owner, Parameter, Phase, Role, Stage, Value};
-use crate::kernels::plain_node;
+use crate::kernels::{is_program, plain_node};
 use crate::low_bit::StateOperation;
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
@@ -295,9 +294,8 @@ impl Flow<'_> {
     /// Returns the way of a kernel that reads parts along an axis. It must support parts along the sharded dims, as far
     /// as these are known.
     fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
-        let runs = call.id == LOCAL_NORM
-            || call.id == FusedOperation::Pointwise.name()
-            || StateOperation::named(&call.id).is_some();
+        let runs =
+            call.id == LOCAL_NORM || is_program(call) || StateOperation::named(&call.id).is_some();
         let signature = if runs {
             Some(Signature::new())
         } else {

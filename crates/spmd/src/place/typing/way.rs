@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fsdp_kernels::{FusedOperation, PointwiseProgram};
+use burn_fsdp_kernels::PointwiseProgram;
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::SpmdType;
 use super::program::of_program;
 use crate::graph::{Node, Trait, is};
+use crate::kernels::is_program;
 use crate::place::rules;
 
 /// How a node runs on the ranks of one axis.
@@ -110,7 +111,7 @@ pub(super) fn addends(
 ) -> Result<SpmdType, &'static str> {
     const NOT_LINEAR: &str = "it is not linear in the addends that it reads";
     if let OperationIr::Custom(call) = &node.operation
-        && call.id == FusedOperation::Pointwise.name()
+        && is_program(call)
     {
         let program = PointwiseProgram::from_scalars(&call.scalars);
         let types: Vec<SpmdType> = inputs.iter().map(|(_, of)| *of).collect();

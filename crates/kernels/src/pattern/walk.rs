@@ -4,18 +4,17 @@ use std::collections::BTreeSet;
 
 use burn_ir::TensorId;
 
-use super::pattern::{BinaryKind, Kind, Patterns, bits};
-use crate::error::Error;
-use crate::graph::Phase;
+use super::kind::{Kind, bits};
+use super::search::{PatternPhase, Patterns};
 
 /// A walk through operations of backward that records the nodes it visits.
-pub(super) struct Walk<'a> {
-    pub(super) patterns: &'a Patterns,
-    pub(super) nodes: BTreeSet<usize>,
+pub(crate) struct Walk<'a> {
+    pub(crate) patterns: &'a Patterns,
+    pub(crate) nodes: BTreeSet<usize>,
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(patterns: &'a Patterns) -> Self {
+    pub(crate) fn new(patterns: &'a Patterns) -> Self {
         Self {
             patterns,
             nodes: BTreeSet::new(),
@@ -23,22 +22,24 @@ impl<'a> Walk<'a> {
     }
 
     /// Walks to the result of the given kind of operation on these operands.
-    pub(super) fn step(&mut self, kind: Kind, inputs: &[TensorId]) -> Option<TensorId> {
-        let node = self.patterns.find_node(kind, inputs, Phase::Backward)?;
+    pub(crate) fn step(&mut self, kind: Kind, inputs: &[TensorId]) -> Option<TensorId> {
+        let node = self
+            .patterns
+            .find_node(kind, inputs, PatternPhase::Backward)?;
         self.nodes.insert(node);
         Some(self.patterns.output(node))
     }
 
     /// Walks to the result of a sum over the last dim. Burn then also sums over a dim with one element, which changes
     /// nothing.
-    pub(super) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
+    pub(crate) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
         let sum = self.step(Kind::SumDim(last), &[of])?;
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
     /// Walks to the result of a sum over all dims except the last. Burn does not sum along dims of size one, but does
     /// sum along a larger dim that has size one only on this rank.
-    pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
+    pub(crate) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
         let patterns = self.patterns;
         let shape = patterns.shape(of);
         let (_, sizes) = shape.split_last()?;
@@ -56,7 +57,7 @@ impl<'a> Walk<'a> {
                 _ => None,
             };
             let is_of_rows = |dims: u64| dims & !rows == 0 && needed & !dims == 0;
-            patterns.phase(*node) == Phase::Backward && summed.is_some_and(is_of_rows)
+            patterns.phase(*node) == PatternPhase::Backward && summed.is_some_and(is_of_rows)
         };
         let Some(node) = patterns.readers(of).find(is_sum) else {
             return (needed == 0).then_some(of);
@@ -67,7 +68,7 @@ impl<'a> Walk<'a> {
 
     /// Walks along additions that start from `first` and add all `parts`, in any order. Other values may be added in
     /// between.
-    pub(super) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
+    pub(crate) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
         let patterns = self.patterns;
         let mut parts_left = parts.to_vec();
         let (mut total, mut rests) = (first, Vec::new());
@@ -90,18 +91,18 @@ impl<'a> Walk<'a> {
     }
 
     /// Returns the first node of the walk that reads a value.
-    pub(super) fn first_reader(&self, of: TensorId) -> Option<usize> {
+    pub(crate) fn first_reader(&self, of: TensorId) -> Option<usize> {
         let readers = self.patterns.readers(of);
         readers.filter(|node| self.nodes.contains(node)).min()
     }
 
     /// Walks to the first product in backward whose second factor is the given value, and returns the first factor and
     /// the product.
-    pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
+    pub(crate) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
         let is_product = |node: &usize| {
             let is_second = self.patterns.inputs(*node).get(1) == Some(&factor);
             self.patterns.kind(*node) == Some(Kind::Mul)
-                && self.patterns.phase(*node) == Phase::Backward
+                && self.patterns.phase(*node) == PatternPhase::Backward
                 && is_second
         };
         let node = self.patterns.readers(factor).find(is_product)?;
@@ -111,7 +112,7 @@ impl<'a> Walk<'a> {
 
     /// Walks to a gradient operation of this kind, whose first operand is the function's result. Returns the gradient
     /// of the result and the gradient of the function's input.
-    pub(super) fn gradient_of(
+    pub(crate) fn gradient_of(
         &mut self,
         kind: Kind,
         result: TensorId,
@@ -127,13 +128,15 @@ impl<'a> Walk<'a> {
     }
 
     /// Returns a view of a value, without recording its node, because other nodes may read the view.
-    pub(super) fn view(&self, kind: Kind, of: TensorId) -> Option<TensorId> {
-        let node = self.patterns.find_node(kind, &[of], Phase::Backward)?;
+    pub(crate) fn view(&self, kind: Kind, of: TensorId) -> Option<TensorId> {
+        let node = self
+            .patterns
+            .find_node(kind, &[of], PatternPhase::Backward)?;
         Some(self.patterns.output(node))
     }
 
     /// Walks to a value whose rows each repeat one element of `number`, multiplied by `times`.
-    pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
+    pub(crate) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
         let patterns = self.patterns;
         let spread = patterns.readers(number).find_map(|node| {
             let inputs = patterns.inputs(node);
@@ -159,7 +162,7 @@ impl<'a> Walk<'a> {
 }
 
 /// A gradient that is summed from several parts, and other values that are added to it.
-pub(super) struct Total {
+pub(crate) struct Total {
     /// The node that adds the last part.
     node: usize,
     /// The other values.
@@ -168,17 +171,17 @@ pub(super) struct Total {
 
 impl Total {
     /// Returns the sum of the parts and the other values.
-    pub(super) fn value(&self, patterns: &Patterns) -> TensorId {
+    pub(crate) fn value(&self, patterns: &Patterns) -> TensorId {
         patterns.output(self.node)
     }
 
     /// Returns the other values.
-    pub(super) fn rests(&self) -> &[TensorId] {
+    pub(crate) fn rests(&self) -> &[TensorId] {
         &self.rests
     }
 
     /// Returns the value for the sum of only the parts: a new one if there are other values.
-    pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
+    pub(crate) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
         if self.rests.is_empty() {
             total
@@ -188,23 +191,23 @@ impl Total {
     }
 
     /// Adds the other values to the parts, at the position of the last addition.
-    pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
+    pub(crate) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) {
         let Some((last, others)) = self.rests.split_last() else {
-            return Ok(());
+            return;
         };
         let total = self.value(patterns);
         let mut sum = parts;
         for other in others {
             let next = patterns.value(patterns.shape(total), total);
-            patterns.insert_binary(self.node, BinaryKind::Add, (sum, *other), next)?;
+            patterns.insert_sum(self.node, [sum, *other], next);
             sum = next;
         }
-        patterns.insert_binary(self.node, BinaryKind::Add, (sum, *last), total)
+        patterns.insert_sum(self.node, [sum, *last], total);
     }
 }
 
 /// Returns the other of two operands; `None` if both or neither are `this`.
-pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
+pub(crate) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
     match *operands {
         [first, second] if first == this && second != this => Some(second),
         [first, second] if second == this && first != this => Some(first),

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ScalarIr, TensorId};
 
-use super::pattern::{Kind, Patterns};
 use super::scaled::{Scaled, ScaledGradient, share, vector};
-use super::walk::{Total, Walk};
-use crate::error::Error;
+use crate::pattern::{Kind, Patterns, Total, Walk};
+
+/// The name of layer norms.
+pub(super) const NORM: &str = "models.layer_norm";
+/// The name of their gradients.
+pub(super) const GRADIENT: &str = "models.layer_norm_backward";
 
 /// A layer norm with input `x` and result `y`.
 struct Forward {
@@ -37,7 +39,7 @@ struct Backward {
 }
 
 /// Replaces every layer norm whose gradients, if any, are all recognized.
-pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+pub(super) fn replace(patterns: &mut Patterns) {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
             continue;
@@ -55,45 +57,35 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
             results.extend(gradient.gamma.iter().chain(&gradient.beta));
         }
         if patterns.is_closed(&nodes, &operands, &results) {
-            put(patterns, &forward, gradient)?;
+            put(patterns, &forward, gradient);
             patterns.remove(&nodes);
         }
     }
-    Ok(())
 }
 
-fn put(
-    patterns: &mut Patterns,
-    forward: &Forward,
-    gradient: Option<Backward>,
-) -> Result<(), Error> {
+fn put(patterns: &mut Patterns, forward: &Forward, gradient: Option<Backward>) {
     let &Forward { x, y, beta, .. } = forward;
     let Scaled { gamma, epsilon, .. } = forward.scaled;
     let epsilon = vec![ScalarIr::Float(epsilon)];
-    patterns.insert_kernel(
-        forward.at,
-        FusedOperation::LayerNorm,
-        (&[x, gamma, beta], &[y]),
-        epsilon.clone(),
-    )?;
+    patterns.insert_kernel(forward.at, NORM, (&[x, gamma, beta], &[y]), epsilon.clone());
     let Some(gradient) = gradient else {
-        return Ok(());
+        return;
     };
     let parts = gradient.of_x.of_parts(patterns);
     let width = patterns.shape(gamma);
     let rows = [patterns.value(width.clone(), x), patterns.value(width, x)];
     patterns.insert_kernel(
         gradient.at,
-        FusedOperation::LayerNormBackward,
+        GRADIENT,
         (&[x, gamma, gradient.grad], &[parts, rows[0], rows[1]]),
         epsilon,
-    )?;
+    );
     for (row, result) in rows.into_iter().zip([gradient.gamma, gradient.beta]) {
         if let Some(result) = result {
-            patterns.insert_reshape(gradient.at, row, result)?;
+            patterns.insert_reshape(gradient.at, row, result);
         }
     }
-    gradient.of_x.add_rests(patterns, parts)
+    gradient.of_x.add_rests(patterns, parts);
 }
 
 /// Returns the layer norm whose last node is `at`, if there is one.

@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 
 use burn_ir::TensorId;
 
-use super::pattern::{Kind, Patterns};
-use super::walk::Walk;
+use crate::pattern::{Kind, Patterns, Walk};
 
 /// `rows / sqrt(mean_square(rows) + epsilon) * gamma`.
 pub(super) struct Scaled {

@@ -1,19 +1,19 @@
 //! The softmax of rows, generic over the number type.
 
-use super::lanes::rows;
+use super::array::Array;
+use super::call::Logarithms;
 use super::number::Number;
-use super::tensor::Tensor;
 
 /// The softmax of a row.
-pub(super) struct Softmax<N> {
+pub(crate) struct Softmax<N> {
     /// The row minus its largest element.
-    pub(super) shifted: Vec<N>,
-    pub(super) probabilities: Vec<N>,
+    pub(crate) shifted: Vec<N>,
+    pub(crate) probabilities: Vec<N>,
     /// The sum of the exponentials of `shifted`.
-    pub(super) total: N,
+    pub(crate) total: N,
 }
 
-pub(super) fn softmax<N: Number>(row: &[N]) -> Softmax<N> {
+pub(crate) fn softmax<N: Number>(row: &[N]) -> Softmax<N> {
     let higher = |a: N, b: &N| if b.is_above(a) { *b } else { a };
     let first = row.first().copied().unwrap_or_default();
     let largest = row.iter().fold(first, higher);
@@ -29,7 +29,7 @@ pub(super) fn softmax<N: Number>(row: &[N]) -> Softmax<N> {
 }
 
 /// Returns the gradient of a softmax's input from its result and the result's gradient.
-pub(super) fn softmax_gradient<N: Number>(y: &Tensor<N>, grad: &Tensor<N>) -> Tensor<N> {
+pub(crate) fn softmax_gradient<N: Number>(y: &Array<N>, grad: &Array<N>) -> Array<N> {
     two_rows(y, grad, |y, grad| {
         let along = dot(y, grad);
         let pairs = y.iter().zip(grad);
@@ -37,26 +37,40 @@ pub(super) fn softmax_gradient<N: Number>(y: &Tensor<N>, grad: &Tensor<N>) -> Te
     })
 }
 
-pub(super) fn sum<N: Number>(lane: &[N]) -> N {
+pub(crate) fn sum<N: Number>(lane: &[N]) -> N {
     lane.iter()
         .fold(N::default(), |sum, element| sum.add(*element))
 }
 
-pub(super) fn dot<N: Number>(a: &[N], b: &[N]) -> N {
+pub(crate) fn dot<N: Number>(a: &[N], b: &[N]) -> N {
     let products = a.iter().zip(b).map(|(a, b)| a.mul(*b));
     products.fold(N::default(), N::add)
 }
 
-pub(super) fn each_row<N: Copy>(x: &Tensor<N>, of: impl FnMut(&[N]) -> Vec<N>) -> Tensor<N> {
-    Tensor::new(x.shape.clone(), rows(x).flat_map(of).collect())
+pub(crate) fn each_row<N: Copy>(x: &Array<N>, of: impl FnMut(&[N]) -> Vec<N>) -> Array<N> {
+    Array::new(x.shape.clone(), x.rows().flat_map(of).collect())
 }
 
-pub(super) fn two_rows<N: Copy>(
-    a: &Tensor<N>,
-    b: &Tensor<N>,
+pub(crate) fn two_rows<N: Copy>(
+    a: &Array<N>,
+    b: &Array<N>,
     mut of: impl FnMut(&[N], &[N]) -> Vec<N>,
-) -> Tensor<N> {
-    let pairs = rows(a).zip(rows(b));
+) -> Array<N> {
+    let pairs = a.rows().zip(b.rows());
     let elements = pairs.flat_map(|(a, b)| of(a, b)).collect();
-    Tensor::new(a.shape.clone(), elements)
+    Array::new(a.shape.clone(), elements)
+}
+
+/// Returns the log-softmax of a row, and records each probability.
+pub(crate) fn log_softmax<N: Number>(row: &[N], known: &dyn Logarithms<N>) -> Vec<N> {
+    let Softmax {
+        shifted,
+        probabilities,
+        total,
+    } = softmax(row);
+    let log = N::function("log", total);
+    let logarithms: Vec<N> = shifted.iter().map(|of| of.sub(log)).collect();
+    let pairs = logarithms.iter().zip(probabilities);
+    pairs.for_each(|(logarithm, probability)| known.keep(*logarithm, probability));
+    logarithms
 }

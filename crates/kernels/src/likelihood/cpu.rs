@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::cross_entropy::target_indices;
+use crate::cross_entropy::cpu::target_indices;
 use crate::exp::exp_or_zero;
 use crate::halves::{Elements, floats, vector};
 use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, max, sum_by};

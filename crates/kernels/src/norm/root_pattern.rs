@@ -2,13 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ScalarIr, TensorId};
 
-use super::pattern::{Kind, Patterns};
 use super::scaled::{Scaled, ScaledGradient};
-use super::walk::{Total, Walk};
-use crate::error::Error;
+use crate::pattern::{Kind, Patterns, Total, Walk};
+
+/// The name of root-mean-square norms.
+pub(super) const NORM: &str = "models.rms_norm";
+/// The name of their gradients.
+pub(super) const GRADIENT: &str = "models.rms_norm_backward";
 
 /// The gradients of a norm.
 struct Backward {
@@ -23,7 +25,7 @@ struct Backward {
 }
 
 /// Replaces every norm whose gradients, if any, are all recognized.
-pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+pub(super) fn replace(patterns: &mut Patterns) {
     for index in 0..patterns.len() {
         let Some(norm) = norm(patterns, index) else {
             continue;
@@ -40,11 +42,10 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
             results.extend(gradient.gamma);
         }
         if patterns.is_closed(&nodes, &operands, &results) {
-            put(patterns, &norm, index, gradient)?;
+            put(patterns, &norm, index, gradient);
             patterns.remove(&nodes);
         }
     }
-    Ok(())
 }
 
 /// Returns the norm whose last node is `at`, if there is one.
@@ -78,12 +79,7 @@ fn backward(patterns: &Patterns, norm: &Scaled) -> Option<Backward> {
     })
 }
 
-fn put(
-    patterns: &mut Patterns,
-    norm: &Scaled,
-    at: usize,
-    gradient: Option<Backward>,
-) -> Result<(), Error> {
+fn put(patterns: &mut Patterns, norm: &Scaled, at: usize, gradient: Option<Backward>) {
     let &Scaled {
         rows,
         gamma,
@@ -92,25 +88,20 @@ fn put(
     } = norm;
     let epsilon = vec![ScalarIr::Float(epsilon)];
     let result = patterns.output(at);
-    patterns.insert_kernel(
-        at,
-        FusedOperation::RmsNorm,
-        (&[rows, gamma], &[result]),
-        epsilon.clone(),
-    )?;
+    patterns.insert_kernel(at, NORM, (&[rows, gamma], &[result]), epsilon.clone());
     let Some(gradient) = gradient else {
-        return Ok(());
+        return;
     };
     let parts = gradient.of_rows.of_parts(patterns);
     let of_gamma = patterns.value(patterns.shape(gamma), rows);
     patterns.insert_kernel(
         gradient.at,
-        FusedOperation::RmsNormBackward,
+        GRADIENT,
         (&[rows, gamma, gradient.grad], &[parts, of_gamma]),
         epsilon,
-    )?;
+    );
     if let Some(result) = gradient.gamma {
-        patterns.insert_reshape(gradient.at, of_gamma, result)?;
+        patterns.insert_reshape(gradient.at, of_gamma, result);
     }
-    gradient.of_rows.add_rests(patterns, parts)
+    gradient.of_rows.add_rests(patterns, parts);
 }

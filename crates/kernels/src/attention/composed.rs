@@ -2,34 +2,41 @@
 
 use burn_ir::ScalarIr;
 
-use super::number::Number;
-use super::pointwise::map;
-use super::products::transposed;
-use super::scalar::Scalar;
-use super::softmax::{each_row, softmax, softmax_gradient};
-use super::tensor::Tensor;
+use crate::form::{Array, FormCall, FormScalar, Number, each_row, map, softmax, softmax_gradient};
 
 /// A call of attention, with operands `[batch, time, heads, width]`.
 pub(super) struct Attention<'a, N> {
     /// Queries, keys, values.
-    operands: [&'a Tensor<N>; 3],
+    operands: [&'a Array<N>; 3],
     /// The factor that scales the scores.
     scale: N,
     /// Masks, each with the score that it sets.
-    fills: Vec<(&'a Tensor<N>, N)>,
+    fills: Vec<(&'a Array<N>, N)>,
     /// One factor for each probability, and a common factor.
-    factors: Option<(&'a Tensor<N>, N)>,
+    factors: Option<(&'a Array<N>, N)>,
     /// `[batch, heads, queries, keys]`.
-    probabilities: Tensor<N>,
+    probabilities: Array<N>,
 }
 
 impl<'a, N: Number> Attention<'a, N> {
+    /// `behind` are the inputs that follow the operands: masks, and perhaps factors.
     pub(super) fn of(
-        operands: [&'a Tensor<N>; 3],
-        scale: N,
-        fills: Vec<(&'a Tensor<N>, N)>,
-        factors: Option<(&'a Tensor<N>, N)>,
+        call: &FormCall<'_, N>,
+        operands: [&'a Array<N>; 3],
+        behind: &'a [Array<N>],
     ) -> Result<Self, String> {
+        let inputs = &call.call.inputs[call.inputs.len() - behind.len()..];
+        let num_masks = inputs.iter().take_while(|input| input.dtype.is_bool());
+        let (masks, factors) = behind.split_at(num_masks.count());
+        let factors = match factors {
+            [] => None,
+            [factors] => Some((factors, call.scalar(masks.len() + 1)?)),
+            _ => return Err("it has more operands than an attention".to_owned()),
+        };
+        let fills = masks.iter().zip(1..);
+        let fills = fills.map(|(mask, number)| Ok((mask, call.scalar(number)?)));
+        let fills = fills.collect::<Result<Vec<_>, String>>()?;
+        let scale = call.scalar(0)?;
         let [queries, keys, _] = operands;
         let scores = product(&by_head(queries), &transposed(&by_head(keys)))?;
         let shape = scores.shape.clone();
@@ -47,13 +54,13 @@ impl<'a, N: Number> Attention<'a, N> {
         })
     }
 
-    pub(super) fn result(&self) -> Result<Tensor<N>, String> {
+    pub(super) fn result(&self) -> Result<Array<N>, String> {
         let weights = self.multiplied(self.probabilities.clone())?;
         Ok(by_time(&product(&weights, &by_head(self.operands[2]))?))
     }
 
     /// Multiplies probabilities, or their gradient, by the factors.
-    fn multiplied(&self, of: Tensor<N>) -> Result<Tensor<N>, String> {
+    fn multiplied(&self, of: Array<N>) -> Result<Array<N>, String> {
         match self.factors {
             None => Ok(of),
             Some((factors, number)) => {
@@ -63,9 +70,9 @@ impl<'a, N: Number> Attention<'a, N> {
     }
 
     /// Returns the gradients of queries, keys and values.
-    pub(super) fn gradients(&self, grad: &Tensor<N>) -> Result<[Tensor<N>; 3], String> {
+    pub(super) fn gradients(&self, grad: &Array<N>) -> Result<[Array<N>; 3], String> {
         let multiplied = |of| self.multiplied(of);
-        let through = |mut of_scores: Tensor<N>| {
+        let through = |mut of_scores: Array<N>| {
             let shape = of_scores.shape.clone();
             for (mask, _) in &self.fills {
                 let keep = |a: &[N]| if is_set(a[1]) { N::default() } else { a[0] };
@@ -82,17 +89,46 @@ impl<'a, N: Number> Attention<'a, N> {
 /// A call of causal self-attention, with queries, keys and values in one tensor.
 pub(super) struct Causal<N> {
     /// Queries, keys, values: `[batch, time, heads, width]`.
-    parts: [Tensor<N>; 3],
+    parts: [Array<N>; 3],
     factor: N,
     /// `[batch, heads, queries, keys]`.
-    probabilities: Tensor<N>,
+    probabilities: Array<N>,
 }
 
 impl<N: Number> Causal<N> {
+    /// `positions` are those of the tokens in their documents, if the sequences have several.
+    pub(super) fn of(
+        call: &FormCall<'_, N>,
+        qkv: &Array<N>,
+        positions: &[Array<N>],
+    ) -> Result<Self, String> {
+        let size = |index: usize| match call.scalars.get(index) {
+            Some(FormScalar::Number(number)) => Some(number.elem::<f64>() as usize),
+            _ => None,
+        };
+        let size = |index: usize| size(index).filter(|size| *size > 0);
+        let sizes = size(0)
+            .zip(size(1))
+            .ok_or("it does not specify its number of heads")?;
+        let [positions] = positions else {
+            return Self::within(qkv, sizes, None);
+        };
+        let &[_, time] = positions.shape.as_slice() else {
+            return Err(format!("{:?} are not positions", positions.shape));
+        };
+        let most = size(2).map_or(usize::MAX, |reach| reach - 1);
+        let positions = positions.elements.iter().enumerate();
+        let firsts = positions.map(|(index, position)| {
+            let before = position.index().min(most);
+            (index % time).saturating_sub(before)
+        });
+        Self::within(qkv, sizes, Some(&firsts.collect::<Vec<_>>()))
+    }
+
     /// `firsts` are the first keys that the queries attend to, sequence after sequence, unless they attend to all before
     /// them.
-    pub(super) fn of(
-        qkv: &Tensor<N>,
+    fn within(
+        qkv: &Array<N>,
         (batch, heads): (usize, usize),
         firsts: Option<&[usize]>,
     ) -> Result<Self, String> {
@@ -101,13 +137,13 @@ impl<N: Number> Causal<N> {
         };
         let (time, dim) = (rows / batch, columns / 3);
         let part = |index: usize| {
-            let view = qkv.view().sliced(1, index * dim..(index + 1) * dim, 1);
-            qkv.taken(&view)
-                .reshaped(&[batch, time, heads, dim / heads])
+            let own = qkv.rows().map(|row| &row[index * dim..][..dim]);
+            let own = Array::new([rows, dim], own.flatten().copied().collect());
+            own.reshaped(&[batch, time, heads, dim / heads])
         };
         let parts = [part(0)?, part(1)?, part(2)?];
         let scale = ((dim / heads) as f64).sqrt().recip();
-        let factor = N::of_scalar(Scalar::Number(ScalarIr::Float(scale)));
+        let factor = N::of_scalar(FormScalar::Number(ScalarIr::Float(scale)));
         let scores = product(&by_head(&parts[0]), &transposed(&by_head(&parts[1])))?;
         let mut number = 0;
         let probabilities = each_row(&scores, |row| {
@@ -130,16 +166,16 @@ impl<N: Number> Causal<N> {
         })
     }
 
-    pub(super) fn result(&self, qkv: &Tensor<N>) -> Result<Tensor<N>, String> {
+    pub(super) fn result(&self, qkv: &Array<N>) -> Result<Array<N>, String> {
         let mixed = by_time(&product(&self.probabilities, &by_head(&self.parts[2]))?);
         mixed.reshaped(&[qkv.shape[0], qkv.shape[1] / 3])
     }
 
     /// Returns the gradients of queries, keys and values, concatenated like `qkv`.
-    pub(super) fn gradient(&self, qkv: &Tensor<N>, grad: &Tensor<N>) -> Result<Tensor<N>, String> {
+    pub(super) fn gradient(&self, qkv: &Array<N>, grad: &Array<N>) -> Result<Array<N>, String> {
         let [queries, keys, values] = &self.parts;
-        let grad = grad.reshaped(&queries.shape)?;
-        let scaled = |of_scores: Tensor<N>| {
+        let grad = grad.clone().reshaped(&queries.shape)?;
+        let scaled = |of_scores: Array<N>| {
             let shape = of_scores.shape.clone();
             map(&shape, &[&of_scores], |a| a[0].mul(self.factor))
         };
@@ -152,7 +188,7 @@ impl<N: Number> Causal<N> {
                 .flat_map(move |of| &of.elements[row * dim..][..dim]);
             own.copied()
         });
-        Ok(Tensor::new(qkv.shape.clone(), rows.collect()))
+        Ok(Array::new(qkv.shape.clone(), rows.collect()))
     }
 }
 
@@ -160,11 +196,11 @@ impl<N: Number> Causal<N> {
 /// the factors to the probabilities and their gradient. `through` computes the gradient of the scores from the gradient
 /// of the scaled scores.
 fn gradients<N: Number>(
-    probabilities: &Tensor<N>,
-    [queries, keys, values, grad]: [&Tensor<N>; 4],
-    multiplied: impl Fn(Tensor<N>) -> Result<Tensor<N>, String>,
-    through: impl FnOnce(Tensor<N>) -> Result<Tensor<N>, String>,
-) -> Result<[Tensor<N>; 3], String> {
+    probabilities: &Array<N>,
+    [queries, keys, values, grad]: [&Array<N>; 4],
+    multiplied: impl Fn(Array<N>) -> Result<Array<N>, String>,
+    through: impl FnOnce(Array<N>) -> Result<Array<N>, String>,
+) -> Result<[Array<N>; 3], String> {
     let grad = by_head(grad);
     let weights = multiplied(probabilities.clone())?;
     let of_values = product(&transposed(&weights), &grad)?;
@@ -181,7 +217,7 @@ fn is_set<N: Number>(mask: N) -> bool {
 }
 
 /// Returns the batched matrix product.
-fn product<N: Number>(a: &Tensor<N>, b: &Tensor<N>) -> Result<Tensor<N>, String> {
+fn product<N: Number>(a: &Array<N>, b: &Array<N>) -> Result<Array<N>, String> {
     let mut shape = a.shape.clone();
     if let (Some(last), Some(columns)) = (shape.last_mut(), b.shape.last()) {
         *last = *columns;
@@ -190,11 +226,17 @@ fn product<N: Number>(a: &Tensor<N>, b: &Tensor<N>) -> Result<Tensor<N>, String>
 }
 
 /// Returns `[batch, time, heads, width]` as `[batch, heads, time, width]`.
-fn by_head<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
-    tensor.taken(&tensor.view().swapped(1, 2))
+fn by_head<N: Copy>(tensor: &Array<N>) -> Array<N> {
+    tensor.swapped(1, 2)
 }
 
 /// Returns `[batch, heads, time, width]` as `[batch, time, heads, width]`.
-fn by_time<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
+fn by_time<N: Copy>(tensor: &Array<N>) -> Array<N> {
     by_head(tensor)
+}
+
+/// Returns the transposed matrices.
+fn transposed<N: Copy>(matrices: &Array<N>) -> Array<N> {
+    let last = matrices.shape.len() - 1;
+    matrices.swapped(last - 1, last)
 }

@@ -2,12 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_kernels::FusedOperation;
 use burn_ir::TensorId;
 
-use super::pattern::{Kind, Patterns};
-use super::walk::{Total, Walk, the_other};
-use crate::error::Error;
+use crate::pattern::{Kind, Patterns, Total, Walk, the_other};
+
+/// The name of SiLU.
+pub(super) const SILU: &str = "models.silu";
+/// The name of its gradient.
+pub(super) const SILU_GRADIENT: &str = "models.silu_backward";
+/// The name of products gated by SiLU.
+pub(super) const GATE: &str = "models.swiglu";
+/// The name of their gradients.
+pub(super) const GATE_GRADIENT: &str = "models.swiglu_backward";
 
 /// A value times its sigmoid.
 struct Silu {
@@ -27,16 +33,15 @@ struct SiluGradient {
 
 /// Replaces every SiLU whose gradient, if any, is recognized, together with the gated product if nothing else reads the
 /// SiLU.
-pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+pub(super) fn replace(patterns: &mut Patterns) {
     for index in 0..patterns.len() {
         let Some(silu) = silu(patterns, index) else {
             continue;
         };
-        if !gate(patterns, &silu)? {
-            alone(patterns, &silu)?;
+        if !gate(patterns, &silu) {
+            alone(patterns, &silu);
         }
     }
-    Ok(())
 }
 
 /// Returns the SiLU whose last node is `at`, if there is one.
@@ -74,7 +79,7 @@ impl Silu {
 }
 
 /// Replaces only a SiLU, not the product that it gates.
-fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
+fn alone(patterns: &mut Patterns, silu: &Silu) {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
     let mut nodes = silu.nodes.clone();
@@ -87,19 +92,16 @@ fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
         results.push(gradient.of_x.value(patterns));
     }
     if !patterns.is_closed(&nodes, &operands, &results) {
-        return Ok(());
+        return;
     }
-    let operation = FusedOperation::Silu;
-    patterns.insert_kernel(silu.at, operation, (&[silu.x], &[silu.y]), Vec::new())?;
+    patterns.insert_kernel(silu.at, SILU, (&[silu.x], &[silu.y]), Vec::new());
     if let Some((gradient, at)) = gradient.zip(at) {
         let parts = gradient.of_x.of_parts(patterns);
-        let operation = FusedOperation::SiluBackward;
         let operands = (&[silu.x, gradient.grad][..], &[parts][..]);
-        patterns.insert_kernel(at, operation, operands, Vec::new())?;
-        gradient.of_x.add_rests(patterns, parts)?;
+        patterns.insert_kernel(at, SILU_GRADIENT, operands, Vec::new());
+        gradient.of_x.add_rests(patterns, parts);
     }
     patterns.remove(&nodes);
-    Ok(())
 }
 
 /// The product that a SiLU gates.
@@ -147,9 +149,9 @@ impl Gated {
 
 /// Replaces a SiLU with the product that it gates. Returns false if there is none, or if other nodes read the
 /// intermediate values.
-fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
+fn gate(patterns: &mut Patterns, silu: &Silu) -> bool {
     let Some(gated) = gated(patterns, silu) else {
-        return Ok(false);
+        return false;
     };
     let result = patterns.output(gated.product);
     let mut nodes = silu.nodes.clone();
@@ -167,10 +169,10 @@ fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
         results.extend(gradient.of_values);
     }
     if !patterns.is_closed(&nodes, &operands, &results) {
-        return Ok(false);
+        return false;
     }
     let operands = (&[x, values][..], &[result][..]);
-    patterns.insert_kernel(gated.product, FusedOperation::SwiGlu, operands, Vec::new())?;
+    patterns.insert_kernel(gated.product, GATE, operands, Vec::new());
     if let Some((gradient, at)) = gradient.zip(at) {
         let parts = gradient.of_gate.of_parts(patterns);
         let of_values = match gradient.of_values {
@@ -178,10 +180,9 @@ fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
             None => patterns.value(patterns.shape(values), values),
         };
         let operands = (&[x, values, gradient.grad][..], &[parts, of_values][..]);
-        let operation = FusedOperation::SwiGluBackward;
-        patterns.insert_kernel(at, operation, operands, Vec::new())?;
-        gradient.of_gate.add_rests(patterns, parts)?;
+        patterns.insert_kernel(at, GATE_GRADIENT, operands, Vec::new());
+        gradient.of_gate.add_rests(patterns, parts);
     }
     patterns.remove(&nodes);
-    Ok(true)
+    true
 }

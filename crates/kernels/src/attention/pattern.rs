@@ -2,12 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ScalarIr, TensorId};
 
-use super::pattern::{Kind, Patterns};
-use super::walk::Walk;
-use crate::error::Error;
+use crate::pattern::{Kind, Patterns, Walk};
+use crate::softmax::pattern::SOFTMAX;
+
+/// The name of attention.
+pub(super) const ATTENTION: &str = "models.attention";
+/// The name of its gradient.
+pub(super) const GRADIENT: &str = "models.attention_backward";
 
 /// A softmax of products of queries with keys, times values. All operands are `[batch, heads, time, width]`. The
 /// probabilities may be multiplied by factors, as in dropout.
@@ -52,7 +55,7 @@ struct Backward {
 const TURN: Kind = Kind::SwapDims(2, 3);
 
 /// Replaces every attention whose gradients, if any, are all recognized.
-pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+pub(super) fn replace(patterns: &mut Patterns) {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
             continue;
@@ -65,11 +68,10 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         let mut operands = forward.operands();
         operands.extend(gradients.iter().map(|of| of.grad));
         if patterns.is_closed(&nodes, &operands, &results) {
-            insert(patterns, &forward, gradients.as_ref())?;
+            insert(patterns, &forward, gradients.as_ref());
             patterns.remove(&nodes);
         }
     }
-    Ok(())
 }
 
 impl Forward {
@@ -86,7 +88,7 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [multiplied, values] = operands(patterns, at)?;
     let mut nodes = BTreeSet::from([at]);
     let weights = weights(patterns, multiplied, &mut nodes)?;
-    let softmax = patterns.made_by(weights.probabilities, Kind::Softmax)?;
+    let softmax = patterns.made_by(weights.probabilities, Kind::Kernel(SOFTMAX.kernel.name))?;
     nodes.insert(softmax);
     let mut scores = patterns.inputs(softmax)[0];
     let (mut fills, mut scale) = (Vec::new(), None);
@@ -192,8 +194,10 @@ fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
 
 fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
-    let (of_probabilities, mut scores) =
-        walk.gradient_of(Kind::SoftmaxBackward, forward.weights.probabilities)?;
+    let (of_probabilities, mut scores) = walk.gradient_of(
+        Kind::Kernel(SOFTMAX.gradient.name),
+        forward.weights.probabilities,
+    )?;
     let of_multiplied = forward.weights.of_multiplied(&mut walk, of_probabilities)?;
     // The gradient of the result is multiplied by the values. Several attentions whose results are added share that
     // product.
@@ -281,11 +285,7 @@ fn factor(scale: Option<Kind>) -> f64 {
 }
 
 /// Inserts the kernels where the result and the first gradient are computed.
-fn insert(
-    patterns: &mut Patterns,
-    forward: &Forward,
-    backward: Option<&Backward>,
-) -> Result<(), Error> {
+fn insert(patterns: &mut Patterns, forward: &Forward, backward: Option<&Backward>) {
     let mut scalars = vec![ScalarIr::Float(factor(forward.scale))];
     let values = forward.fills.iter().map(|(_, value)| *value);
     scalars.extend(values.map(ScalarIr::Float));
@@ -296,41 +296,38 @@ fn insert(
     }
     let operands = [forward.queries, forward.keys, forward.values];
 
-    let mut inputs = by_time(patterns, forward.at, &operands)?;
+    let mut inputs = by_time(patterns, forward.at, &operands);
     inputs.extend(&behind);
     let result = patterns.output(forward.at);
     let mixed = swapped(patterns, result);
-    let operation = FusedOperation::Attention;
-    patterns.insert_kernel(forward.at, operation, (&inputs, &[mixed]), scalars.clone())?;
-    patterns.insert_swap(forward.at, (mixed, result), HEADS)?;
+    patterns.insert_kernel(forward.at, ATTENTION, (&inputs, &[mixed]), scalars.clone());
+    patterns.insert_swap(forward.at, (mixed, result), HEADS);
 
     let Some(backward) = backward else {
-        return Ok(());
+        return;
     };
     let at = backward.at;
-    let mut inputs = by_time(patterns, at, &operands)?;
-    inputs.extend(by_time(patterns, at, &[backward.grad])?);
+    let mut inputs = by_time(patterns, at, &operands);
+    inputs.extend(by_time(patterns, at, &[backward.grad]));
     inputs.extend(&behind);
     let made = operands.map(|operand| swapped(patterns, operand));
-    let operation = FusedOperation::AttentionBackward;
-    patterns.insert_kernel(at, operation, (&inputs, &made), scalars)?;
+    patterns.insert_kernel(at, GRADIENT, (&inputs, &made), scalars);
     for (made, gradient) in made.into_iter().zip(backward.gradients) {
         if let Some(gradient) = gradient {
-            patterns.insert_swap(at, (made, gradient), HEADS)?;
+            patterns.insert_swap(at, (made, gradient), HEADS);
         }
     }
-    Ok(())
 }
 
 /// The dims of heads and time, which kernels expect in the opposite order.
 const HEADS: (usize, usize) = (1, 2);
 
 /// Inserts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` before the node `at`.
-fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<TensorId>, Error> {
+fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Vec<TensorId> {
     let turn = |id: &TensorId| {
         let view = swapped(patterns, *id);
-        patterns.insert_swap(at, (*id, view), HEADS)?;
-        Ok(view)
+        patterns.insert_swap(at, (*id, view), HEADS);
+        view
     };
     of.iter().map(turn).collect()
 }

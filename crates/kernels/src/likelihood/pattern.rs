@@ -3,13 +3,15 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::DType;
-use burn_fsdp_kernels::FusedOperation;
 use burn_ir::TensorId;
 
-use super::pattern::{Kind, Patterns};
-use super::walk::Walk;
-use crate::error::Error;
-use crate::graph::Role;
+use crate::pattern::{Kind, Patterns, Walk};
+use crate::softmax::pattern::LOG_SOFTMAX;
+
+/// The name of the likelihood.
+pub(super) const LIKELIHOOD: &str = "models.log_likelihood";
+/// The name of its gradient.
+pub(super) const GRADIENT: &str = "models.log_likelihood_backward";
 
 /// The logarithm of a softmax, of which one element per row is read.
 struct Forward {
@@ -31,7 +33,7 @@ struct Backward {
 }
 
 /// Replaces every likelihood whose gradient, if any, is recognized.
-pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+pub(super) fn replace(patterns: &mut Patterns) {
     for index in 0..patterns.len() {
         let Some(forward) = forward(patterns, index) else {
             continue;
@@ -56,19 +58,16 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         if let Some(last) = shape.last_mut() {
             *last = 2;
         }
-        let kept = patterns.graph.add_value(shape, DType::F32, Role::Temporary);
-        let operation = FusedOperation::LogLikelihood;
+        let kept = patterns.value_of(shape, DType::F32);
         let operands = (&[logits, classes][..], &[chosen, kept][..]);
-        patterns.insert_kernel(index, operation, operands, Vec::new())?;
+        patterns.insert_kernel(index, LIKELIHOOD, operands, Vec::new());
         if let Some(Backward { grad, at, .. }) = gradient {
             let result = patterns.output(at);
-            let operation = FusedOperation::LogLikelihoodBackward;
             let operands = (&[logits, classes, kept, grad][..], &[result][..]);
-            patterns.insert_kernel(at, operation, operands, Vec::new())?;
+            patterns.insert_kernel(at, GRADIENT, operands, Vec::new());
         }
         patterns.remove(&nodes);
     }
-    Ok(())
 }
 
 /// Returns the likelihood whose last node is `at`, if there is one.
@@ -79,7 +78,7 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [all, classes] = patterns.inputs(at)[..] else {
         return None;
     };
-    let softmax = patterns.made_by(all, Kind::LogSoftmax)?;
+    let softmax = patterns.made_by(all, Kind::Kernel(LOG_SOFTMAX.kernel.name))?;
     let (mut of_all, of_classes) = (patterns.shape(all), patterns.shape(classes));
     let is_last = dim + 1 == of_all.len();
     if let Some(last) = of_all.last_mut() {
@@ -97,7 +96,8 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
 
 fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
-    let (of_all, result) = walk.gradient_of(Kind::LogSoftmaxBackward, forward.all)?;
+    let (of_all, result) =
+        walk.gradient_of(Kind::Kernel(LOG_SOFTMAX.gradient.name), forward.all)?;
     let dim = patterns.shape(forward.all).len() - 1;
     let scatter = patterns.made_by(of_all, Kind::ScatterAdd(dim))?;
     let [zeros, classes, grad] = patterns.inputs(scatter)[..] else {

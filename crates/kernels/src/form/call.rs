@@ -1,0 +1,45 @@
+//! A call of a kernel, with the operands of its composed form.
+
+use burn_ir::{CustomOpIr, ScalarIr};
+
+use super::array::Array;
+use super::number::Number;
+
+/// A call of a kernel, with the operands of its composed form.
+pub struct FormCall<'a, N> {
+    /// The call in the graph.
+    pub call: &'a CustomOpIr,
+    /// The operands.
+    pub inputs: &'a [Array<N>],
+    /// The scalars.
+    pub scalars: &'a [FormScalar<N>],
+    /// Converts logarithms back to probabilities.
+    pub logarithms: &'a dyn Logarithms<N>,
+}
+
+/// A scalar of a call.
+#[derive(Debug, Clone, Copy)]
+pub enum FormScalar<N> {
+    /// A number that is the same in every step.
+    Number(ScalarIr),
+    /// A number that changes from step to step.
+    Unknown(N),
+}
+
+/// Converts logarithms of probabilities back to the probabilities.
+pub trait Logarithms<N> {
+    /// Records a probability under its logarithm.
+    fn keep(&self, logarithm: N, probability: N);
+    /// Returns the probability with this logarithm.
+    fn probability(&self, logarithm: N) -> N;
+}
+
+impl<N: Number> FormCall<'_, N> {
+    /// Returns a scalar as a number.
+    pub(crate) fn scalar(&self, index: usize) -> Result<N, String> {
+        let scalar = self.scalars.get(index).copied();
+        scalar
+            .map(N::of_scalar)
+            .ok_or_else(|| format!("it has no scalar {index}"))
+    }
+}
