@@ -11,8 +11,7 @@ pub trait FusedKernel {
     /// The record.
     const RECORD: KernelRecord;
 
-    /// Evaluates the composed form, on which the kernel's results are checked. `None` if the kernel does not accept
-    /// these operands.
+    /// Evaluates the composed form, on which the kernel's results are checked.
     ///
     /// # Errors
     ///
@@ -21,7 +20,7 @@ pub trait FusedKernel {
 }
 
 /// The results of a composed form.
-pub type Composed<N> = Result<Option<Vec<Array<N>>>, String>;
+pub type Composed<N> = Result<Vec<Array<N>>, String>;
 
 /// The record of a kernel.
 #[derive(Debug, Clone, Copy)]

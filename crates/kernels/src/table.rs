@@ -30,7 +30,7 @@ macro_rules! table {
                 match self { $(Self::$name => &<$kernel as FusedKernel>::RECORD),+ }
             }
 
-            /// Evaluates the composed form of the kernel; `None` if the kernel does not accept these operands.
+            /// Evaluates the composed form of the kernel.
             ///
             /// # Errors
             ///

@@ -56,11 +56,9 @@ impl FusedKernel for CausalAttention {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [qkv, positions @ ..] = call.inputs else {
-            return Ok(None);
-        };
+        let ([qkv], positions) = call.first_operands()?;
         let causal = composed::Causal::of(call, qkv, positions)?;
-        Ok(Some(vec![causal.result(qkv)?]))
+        Ok(vec![causal.result(qkv)?])
     }
 }
 
@@ -83,11 +81,9 @@ impl FusedKernel for CausalAttentionBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [qkv, grad, positions @ ..] = call.inputs else {
-            return Ok(None);
-        };
+        let ([qkv, grad], positions) = call.first_operands()?;
         let causal = composed::Causal::of(call, qkv, positions)?;
-        Ok(Some(vec![causal.gradient(qkv, grad)?]))
+        Ok(vec![causal.gradient(qkv, grad)?])
     }
 }
 
@@ -123,11 +119,9 @@ impl FusedKernel for Attention {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [queries, keys, values, behind @ ..] = call.inputs else {
-            return Ok(None);
-        };
+        let ([queries, keys, values], behind) = call.first_operands()?;
         let attention = composed::Attention::of(call, [queries, keys, values], behind)?;
-        Ok(Some(vec![attention.result()?]))
+        Ok(vec![attention.result()?])
     }
 }
 
@@ -155,11 +149,9 @@ impl FusedKernel for AttentionBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [queries, keys, values, grad, behind @ ..] = call.inputs else {
-            return Ok(None);
-        };
+        let ([queries, keys, values, grad], behind) = call.first_operands()?;
         let attention = composed::Attention::of(call, [queries, keys, values], behind)?;
-        Ok(Some(attention.gradients(grad)?.into()))
+        Ok(attention.gradients(grad)?.into())
     }
 }
 

@@ -36,6 +36,6 @@ impl FusedKernel for Cast {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        Ok(Some(call.inputs.to_vec()))
+        Ok(call.inputs.to_vec())
     }
 }

@@ -19,10 +19,8 @@ impl FusedKernel for CrossEntropy {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [logits, targets] = call.inputs else {
-            return Ok(None);
-        };
-        Ok(Some(cross_entropy(logits, targets)))
+        let [logits, targets] = call.operands()?;
+        Ok(cross_entropy(logits, targets))
     }
 }
 
@@ -39,11 +37,9 @@ impl FusedKernel for CrossEntropyBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [grad, factor] = call.inputs else {
-            return Ok(None);
-        };
+        let [grad, factor] = call.operands()?;
         let factor = factor.elements[0];
-        Ok(Some(vec![map(&grad.shape, &[grad], |a| a[0].mul(factor))?]))
+        Ok(vec![map(&grad.shape, &[grad], |a| a[0].mul(factor))?])
     }
 }
 

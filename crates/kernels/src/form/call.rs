@@ -35,6 +35,27 @@ pub trait Logarithms<N> {
 }
 
 impl<N: Number> FormCall<'_, N> {
+    /// Returns all operands.
+    pub(crate) fn operands<const K: usize>(&self) -> Result<[&Array<N>; K], String> {
+        match self.first_operands()? {
+            (operands, []) => Ok(operands),
+            _ => Err(self.takes(K)),
+        }
+    }
+
+    /// Returns the first operands, and those that follow.
+    pub(crate) fn first_operands<const K: usize>(
+        &self,
+    ) -> Result<([&Array<N>; K], &[Array<N>]), String> {
+        let parts = self.inputs.split_first_chunk::<K>();
+        let (first, rest) = parts.ok_or_else(|| self.takes(K))?;
+        Ok((first.each_ref(), rest))
+    }
+
+    fn takes(&self, num: usize) -> String {
+        format!("it has {} operands, but takes {num}", self.inputs.len())
+    }
+
     /// Returns a scalar as a number.
     pub(crate) fn scalar(&self, index: usize) -> Result<N, String> {
         let scalar = self.scalars.get(index).copied();

@@ -32,10 +32,8 @@ impl FusedKernel for Gelu {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x] = call.inputs else { return Ok(None) };
-        Ok(Some(vec![map(&x.shape, &[x], |a| {
-            N::function("gelu", a[0])
-        })?]))
+        let [x] = call.operands()?;
+        Ok(vec![map(&x.shape, &[x], |a| N::function("gelu", a[0]))?])
     }
 }
 
@@ -59,10 +57,8 @@ impl FusedKernel for GeluBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x, grad] = call.inputs else {
-            return Ok(None);
-        };
+        let [x, grad] = call.operands()?;
         let of = |a: &[N]| a[1].mul(N::function("gelu gradient", a[0]));
-        Ok(Some(vec![map(&x.shape, &[x, grad], of)?]))
+        Ok(vec![map(&x.shape, &[x, grad], of)?])
     }
 }

@@ -23,10 +23,8 @@ impl FusedKernel for LogLikelihood {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [logits, classes] = call.inputs else {
-            return Ok(None);
-        };
-        Ok(Some(log_likelihood(logits, classes, call.logarithms)))
+        let [logits, classes] = call.operands()?;
+        Ok(log_likelihood(logits, classes, call.logarithms))
     }
 }
 
@@ -44,11 +42,9 @@ impl FusedKernel for LogLikelihoodBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [logits, classes, kept, grad] = call.inputs else {
-            return Ok(None);
-        };
+        let [logits, classes, kept, grad] = call.operands()?;
         let all = [logits, classes, kept, grad];
-        Ok(Some(vec![log_likelihood_gradient(all, call.logarithms)]))
+        Ok(vec![log_likelihood_gradient(all, call.logarithms)])
     }
 }
 

@@ -45,9 +45,9 @@ impl FusedKernel for Matmul {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [a, b] = call.inputs else { return Ok(None) };
+        let [a, b] = call.operands()?;
         let shape = call.call.outputs[0].shape.as_slice();
-        Ok(Some(vec![N::matmul(a, b, shape)?]))
+        Ok(vec![N::matmul(a, b, shape)?])
     }
 }
 

@@ -33,13 +33,11 @@ impl FusedKernel for LayerNorm {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x, gamma, beta] = call.inputs else {
-            return Ok(None);
-        };
+        let [x, gamma, beta] = call.operands()?;
         let epsilon = call.scalar(0)?;
         let normal = each_row(x, |row| Normal::of(row, Middle::Mean, epsilon).row);
         let of = |a: &[N]| a[0].mul(a[1]).add(a[2]);
-        Ok(Some(vec![map(&x.shape, &[&normal, gamma, beta], of)?]))
+        Ok(vec![map(&x.shape, &[&normal, gamma, beta], of)?])
     }
 }
 
@@ -80,13 +78,11 @@ impl FusedKernel for RmsNorm {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x, gamma] = call.inputs else {
-            return Ok(None);
-        };
+        let [x, gamma] = call.operands()?;
         let epsilon = call.scalar(0)?;
         let normal = each_row(x, |row| Normal::of(row, Middle::Zero, epsilon).row);
         let of = |a: &[N]| a[0].mul(a[1]);
-        Ok(Some(vec![map(&x.shape, &[&normal, gamma], of)?]))
+        Ok(vec![map(&x.shape, &[&normal, gamma], of)?])
     }
 }
 
@@ -105,7 +101,7 @@ impl FusedKernel for RmsNormBackward {
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
         let mut results = gradients(call, Middle::Zero)?;
-        results.iter_mut().for_each(|all| all.truncate(2));
+        results.truncate(2);
         Ok(results)
     }
 }
@@ -116,9 +112,7 @@ fn epsilon(call: &CustomOpIr) -> f32 {
 
 /// Returns the gradients of input and gamma, and the sum of the rows of `grad`, which is the gradient of beta.
 fn gradients<N: Number>(call: &FormCall<'_, N>, middle: Middle) -> Composed<N> {
-    let [x, gamma, grad] = call.inputs else {
-        return Ok(None);
-    };
+    let [x, gamma, grad] = call.operands()?;
     let epsilon = call.scalar(0)?;
     let width = gamma.elements.len();
     let share = N::of_integer(width as i64).inverse();
@@ -142,7 +136,7 @@ fn gradients<N: Number>(call: &FormCall<'_, N>, middle: Middle) -> Composed<N> {
         both.map(of).collect()
     });
     let [of_gamma, of_beta] = [of_gamma, of_beta].map(|of| Array::new(gamma.shape.clone(), of));
-    Ok(Some(vec![of_x, of_gamma, of_beta]))
+    Ok(vec![of_x, of_gamma, of_beta])
 }
 
 /// The value that a norm subtracts from a row before squaring.

@@ -65,7 +65,7 @@ impl FusedKernel for Pointwise {
             }
             results.last().copied().unwrap_or_default()
         });
-        Ok(Some(vec![result?]))
+        Ok(vec![result?])
     }
 }
 

@@ -25,8 +25,8 @@ impl FusedKernel for Silu {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x] = call.inputs else { return Ok(None) };
-        Ok(Some(vec![map(&x.shape, &[x], |a| silu(a[0]))?]))
+        let [x] = call.operands()?;
+        Ok(vec![map(&x.shape, &[x], |a| silu(a[0]))?])
     }
 }
 
@@ -44,11 +44,9 @@ impl FusedKernel for SiluBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x, grad] = call.inputs else {
-            return Ok(None);
-        };
+        let [x, grad] = call.operands()?;
         let of = |a: &[N]| silu_gradient(a[0], a[1]);
-        Ok(Some(vec![map(&x.shape, &[x, grad], of)?]))
+        Ok(vec![map(&x.shape, &[x, grad], of)?])
     }
 }
 
@@ -67,11 +65,9 @@ impl FusedKernel for SwiGlu {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [gate, values] = call.inputs else {
-            return Ok(None);
-        };
+        let [gate, values] = call.operands()?;
         let of = |a: &[N]| silu(a[0]).mul(a[1]);
-        Ok(Some(vec![map(&gate.shape, &[gate, values], of)?]))
+        Ok(vec![map(&gate.shape, &[gate, values], of)?])
     }
 }
 
@@ -89,16 +85,14 @@ impl FusedKernel for SwiGluBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [gate, values, grad] = call.inputs else {
-            return Ok(None);
-        };
+        let [gate, values, grad] = call.operands()?;
         let (shape, all) = (&gate.shape, [gate, values, grad]);
         let of_gate = |a: &[N]| silu_gradient(a[0], a[2].mul(a[1]));
         let of_values = |a: &[N]| a[2].mul(silu(a[0]));
-        Ok(Some(vec![
+        Ok(vec![
             map(shape, &all, of_gate)?,
             map(shape, &all, of_values)?,
-        ]))
+        ])
     }
 }
 

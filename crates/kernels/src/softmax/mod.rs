@@ -28,8 +28,8 @@ impl FusedKernel for Softmax {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x] = call.inputs else { return Ok(None) };
-        Ok(Some(vec![each_row(x, |row| softmax(row).probabilities)]))
+        let [x] = call.operands()?;
+        Ok(vec![each_row(x, |row| softmax(row).probabilities)])
     }
 }
 
@@ -47,10 +47,8 @@ impl FusedKernel for SoftmaxBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [y, grad] = call.inputs else {
-            return Ok(None);
-        };
-        Ok(Some(vec![softmax_gradient(y, grad)]))
+        let [y, grad] = call.operands()?;
+        Ok(vec![softmax_gradient(y, grad)])
     }
 }
 
@@ -69,9 +67,9 @@ impl FusedKernel for LogSoftmax {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x] = call.inputs else { return Ok(None) };
+        let [x] = call.operands()?;
         let of = |row: &[N]| log_softmax(row, call.logarithms);
-        Ok(Some(vec![each_row(x, of)]))
+        Ok(vec![each_row(x, of)])
     }
 }
 
@@ -97,11 +95,9 @@ impl FusedKernel for LogSoftmaxBackward {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [y, grad] = call.inputs else {
-            return Ok(None);
-        };
+        let [y, grad] = call.operands()?;
         let of = |y: &[N], grad: &[N]| log_softmax_gradient(y, grad, call.logarithms);
-        Ok(Some(vec![two_rows(y, grad, of)]))
+        Ok(vec![two_rows(y, grad, of)])
     }
 }
 

@@ -42,7 +42,7 @@ impl FusedKernel for SumDim {
     };
 
     fn composed<N: Number>(call: &FormCall<'_, N>) -> Composed<N> {
-        let [x] = call.inputs else { return Ok(None) };
+        let [x] = call.operands()?;
         let dim = call.call.scalars.first();
         let dim = dim.map(|dim| dim.elem::<u64>() as usize);
         let dim = dim.filter(|dim| *dim < x.shape.len());
@@ -50,11 +50,11 @@ impl FusedKernel for SumDim {
         let (rows, columns) = (x.shape[dim], x.shape[dim + 1..].iter().product::<usize>());
         let mut shape = x.shape.clone();
         shape[dim] = 1;
-        Ok(Some(vec![Array::from_fn(&shape, |at| {
+        Ok(vec![Array::from_fn(&shape, |at| {
             let (matrix, column) = (at / columns, at % columns);
             let addends = (0..rows).map(|row| x.elements[(matrix * rows + row) * columns + column]);
             addends.fold(N::default(), N::add)
-        })]))
+        })])
     }
 }
 

@@ -47,10 +47,8 @@ impl Call<'_> {
             scalars: &scalars.collect::<Vec<_>>(),
             logarithms: self.known,
         })?;
-        match results {
-            Some(results) => Ok(results.into_iter().map(FieldNumber::elements_of).collect()),
-            None => self.opaque(),
-        }
+        let results = results.into_iter().map(FieldNumber::elements_of);
+        Ok(results.collect())
     }
 
     /// Rounds or widens an optimizer state. A rounded state holds its elements first. Each is an uninterpreted function of
