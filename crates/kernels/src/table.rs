@@ -5,12 +5,9 @@ use burn_ir::CustomOpIr;
 
 use crate::contract::{Composed, FusedCost, FusedKernel, KernelRecord};
 use crate::form::{FormCall, Number};
-use crate::{
-    attention, cast, cross_entropy, gelu, likelihood, matmul, norm, pointwise, silu, softmax, sum,
-};
 
 macro_rules! table {
-    ($($name:ident = $kernel:ty, $doc:literal;)+) => {
+    ($($module:ident: $name:ident $(/ $gradient:ident)?, $doc:literal;)+) => {
         /// A fused operation in a captured graph. It is an [`OperationIr::Custom`](burn_ir::OperationIr::Custom) with
         /// this [name](Self::name). [`run`](Self::run) computes it.
         ///
@@ -19,15 +16,30 @@ macro_rules! table {
         /// results are rounded once. Functions of elements and rows accept tensors with any number of dims. A row is
         /// along the last dim.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum FusedOperation { $(#[doc = $doc] $name),+ }
+        pub enum FusedOperation {
+            $(
+                #[doc = $doc]
+                $name,
+                $(
+                    #[doc = concat!("The gradients of [`", stringify!($name), "`](Self::", stringify!($name), ").")]
+                    $gradient,
+                )?
+            )+
+        }
 
         impl FusedOperation {
             /// All fused operations, in the order in which their patterns are searched.
-            pub const ALL: [Self; [$(Self::$name),+].len()] = [$(Self::$name),+];
+            pub const ALL: [Self; [$(Self::$name, $(Self::$gradient,)?)+].len()] =
+                [$(Self::$name, $(Self::$gradient,)?)+];
 
             /// Returns the record of the kernel.
             pub fn record(self) -> &'static KernelRecord {
-                match self { $(Self::$name => &<$kernel as FusedKernel>::RECORD),+ }
+                match self {
+                    $(
+                        Self::$name => &crate::$module::$name::RECORD,
+                        $(Self::$gradient => &crate::$module::$gradient::RECORD,)?
+                    )+
+                }
             }
 
             /// Evaluates the composed form of the kernel.
@@ -36,7 +48,12 @@ macro_rules! table {
             ///
             /// What is wrong with the operands or the scalars.
             pub fn composed<N: Number>(self, call: &FormCall<'_, N>) -> Composed<N> {
-                match self { $(Self::$name => <$kernel as FusedKernel>::composed(call)),+ }
+                match self {
+                    $(
+                        Self::$name => crate::$module::$name::composed(call),
+                        $(Self::$gradient => crate::$module::$gradient::composed(call),)?
+                    )+
+                }
             }
         }
     };
@@ -44,32 +61,21 @@ macro_rules! table {
 
 // A pattern that contains the kernel of another pattern follows it.
 table! {
-    Softmax = softmax::Softmax, "The softmax of each row.";
-    SoftmaxBackward = softmax::SoftmaxBackward, "The gradient of [`Softmax`](Self::Softmax).";
-    LogSoftmax = softmax::LogSoftmax, "The logarithm of each row's softmax.";
-    LogSoftmaxBackward = softmax::LogSoftmaxBackward, "The gradient of [`LogSoftmax`](Self::LogSoftmax).";
-    Attention = attention::Attention, "Attention under any number of masks, with or without factors.";
-    AttentionBackward = attention::AttentionBackward, "The gradients of [`Attention`](Self::Attention).";
-    LogLikelihood = likelihood::LogLikelihood, "The log probability of one class of each row.";
-    LogLikelihoodBackward = likelihood::LogLikelihoodBackward, "The gradient of [`LogLikelihood`](Self::LogLikelihood).";
-    LayerNorm = norm::LayerNorm, "Rows with mean zero and variance one, scaled and shifted.";
-    LayerNormBackward = norm::LayerNormBackward, "The gradients of [`LayerNorm`](Self::LayerNorm).";
-    RmsNorm = norm::RmsNorm, "Rows divided by their root mean square, scaled.";
-    RmsNormBackward = norm::RmsNormBackward, "The gradients of [`RmsNorm`](Self::RmsNorm).";
-    Silu = silu::Silu, "`x` times its sigmoid.";
-    SiluBackward = silu::SiluBackward, "The gradient of [`Silu`](Self::Silu).";
-    SwiGlu = silu::SwiGlu, "Values times the SiLU of a gate.";
-    SwiGluBackward = silu::SwiGluBackward, "The gradients of [`SwiGlu`](Self::SwiGlu).";
-    Gelu = gelu::Gelu, "`x` times the probability that a standard normal variable is below `x`.";
-    GeluBackward = gelu::GeluBackward, "The gradient of [`Gelu`](Self::Gelu).";
-    CausalAttention = attention::CausalAttention, "Attention from every position to itself and all earlier ones.";
-    CausalAttentionBackward = attention::CausalAttentionBackward, "The gradient of [`CausalAttention`](Self::CausalAttention).";
-    CrossEntropy = cross_entropy::CrossEntropy, "The mean negative log probability of the targets, with its gradient.";
-    CrossEntropyBackward = cross_entropy::CrossEntropyBackward, "The gradient of the logits times the gradient of the loss.";
-    Matmul = matmul::Matmul, "The product of matrices, with 32-bit sums.";
-    SumDim = sum::SumDim, "The sums along a dim.";
-    Cast = cast::Cast, "The same numbers in a different type.";
-    Pointwise = pointwise::Pointwise, "A [program](crate::PointwiseProgram) of operations on the elements of tensors.";
+    softmax: Softmax / SoftmaxBackward, "The softmax of each row.";
+    softmax: LogSoftmax / LogSoftmaxBackward, "The logarithm of each row's softmax.";
+    attention: Attention / AttentionBackward, "Attention under any number of masks, with or without factors.";
+    likelihood: LogLikelihood / LogLikelihoodBackward, "The log probability of one class of each row.";
+    norm: LayerNorm / LayerNormBackward, "Rows with mean zero and variance one, scaled and shifted.";
+    norm: RmsNorm / RmsNormBackward, "Rows divided by their root mean square, scaled.";
+    silu: Silu / SiluBackward, "`x` times its sigmoid.";
+    silu: SwiGlu / SwiGluBackward, "Values times the SiLU of a gate.";
+    gelu: Gelu / GeluBackward, "`x` times the probability that a standard normal variable is below `x`.";
+    attention: CausalAttention / CausalAttentionBackward, "Attention to a position and all before it.";
+    cross_entropy: CrossEntropy / CrossEntropyBackward, "The mean negative log probability of targets.";
+    matmul: Matmul, "The product of matrices, with 32-bit sums.";
+    sum: SumDim, "The sums along a dim.";
+    cast: Cast, "The same numbers in a different type.";
+    pointwise: Pointwise, "A [program](crate::PointwiseProgram) of operations on the elements of tensors.";
 }
 
 impl FusedOperation {

@@ -1,11 +1,14 @@
 //! A call of a kernel, with the operands of its composed form.
 
+use std::fmt::Debug;
+
 use burn_ir::{CustomOpIr, ScalarIr};
 
 use super::array::Array;
 use super::number::Number;
 
 /// A call of a kernel, with the operands of its composed form.
+#[derive(Debug)]
 pub struct FormCall<'a, N> {
     /// The call in the graph.
     pub call: &'a CustomOpIr,
@@ -27,7 +30,7 @@ pub enum FormScalar<N> {
 }
 
 /// Converts logarithms of probabilities back to the probabilities.
-pub trait Logarithms<N> {
+pub trait Logarithms<N>: Debug {
     /// Records a probability under its logarithm.
     fn keep(&self, logarithm: N, probability: N);
     /// Returns the probability with this logarithm.

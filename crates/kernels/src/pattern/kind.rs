@@ -59,6 +59,14 @@ pub enum Kind {
     PowfScalar(f64),
     /// Operands: a tensor, then a mask.
     MaskFill(f64),
+    /// The positive part.
+    Relu,
+    /// Operands: a result, then its gradient.
+    ReluBackward,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// The absolute value.
+    Abs,
     /// The sigmoid.
     Sigmoid,
     /// Operands: a result, then its gradient.
@@ -116,6 +124,7 @@ pub fn kind_of(operation: &OperationIr) -> Option<Kind> {
             NumericOperationIr::Mul(_) => Kind::Mul,
             NumericOperationIr::Div(_) => Kind::Div,
             NumericOperationIr::Neg(_) => Kind::Neg,
+            NumericOperationIr::Abs(_) => Kind::Abs,
             NumericOperationIr::SumDim(op) => Kind::SumDim(op.axis),
             NumericOperationIr::MeanDim(op) => Kind::MeanDim(op.axis),
             NumericOperationIr::MaxDim(op) => Kind::MaxDim(op.axis),
@@ -130,11 +139,14 @@ pub fn kind_of(operation: &OperationIr) -> Option<Kind> {
             FloatOperationIr::Log(_) => Kind::Log,
             FloatOperationIr::Sqrt(_) => Kind::Sqrt,
             FloatOperationIr::Recip(_) => Kind::Recip,
+            FloatOperationIr::Tanh(_) => Kind::Tanh,
             FloatOperationIr::Matmul(_) => Kind::Matmul,
             FloatOperationIr::PowfScalar(op) => Kind::PowfScalar(number(&op.rhs)),
             _ => return None,
         },
         OperationIr::Activation(operation) => match operation {
+            ActivationOperationIr::Relu(_) => Kind::Relu,
+            ActivationOperationIr::ReluBackward(_) => Kind::ReluBackward,
             ActivationOperationIr::Sigmoid(_) => Kind::Sigmoid,
             ActivationOperationIr::SigmoidBackward(_) => Kind::SigmoidBackward,
             _ => return None,

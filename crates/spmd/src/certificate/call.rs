@@ -18,7 +18,7 @@ use crate::graph::{Draw, Node, operation_name};
 pub(super) type Values = HashMap<TensorId, Tensor>;
 
 /// Facts, recorded during a run, that arithmetic in the field cannot express.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Known {
     /// Each probability by its logarithm, recorded when a log-softmax is computed.
     pub(super) logarithms: RefCell<HashMap<Element, Element>>,

@@ -196,6 +196,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
 }
 
 /// Computes probabilities from their logarithms, instead of recording them.
+#[derive(Debug)]
 struct Plain;
 
 impl Logarithms<f64> for Plain {
