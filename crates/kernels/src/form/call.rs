@@ -2,10 +2,10 @@
 
 use std::fmt::Debug;
 
-use burn_ir::{CustomOpIr, ScalarIr};
+use burn_ir::CustomOpIr;
 
 use super::array::Array;
-use super::number::Number;
+use super::number::{FormScalar, Number};
 
 /// A call of a kernel, with the operands of its composed form.
 #[derive(Debug)]
@@ -18,15 +18,6 @@ pub struct FormCall<'a, N> {
     pub scalars: &'a [FormScalar<N>],
     /// Converts logarithms back to probabilities.
     pub logarithms: &'a dyn Logarithms<N>,
-}
-
-/// A scalar of a call.
-#[derive(Debug, Clone, Copy)]
-pub enum FormScalar<N> {
-    /// A number that is the same in every step.
-    Number(ScalarIr),
-    /// A number that changes from step to step.
-    Unknown(N),
 }
 
 /// Converts logarithms of probabilities back to the probabilities.

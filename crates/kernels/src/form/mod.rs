@@ -10,8 +10,8 @@ mod rows;
 
 pub use array::Array;
 pub(crate) use array::map;
-pub use call::{FormCall, FormScalar, Logarithms};
-pub use number::Number;
+pub use call::{FormCall, Logarithms};
+pub use number::{FormScalar, Number};
 pub(crate) use rows::{
     Softmax, dot, each_row, log_softmax, softmax, softmax_gradient, sum, two_rows,
 };

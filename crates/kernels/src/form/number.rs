@@ -1,8 +1,18 @@
 //! The numbers of composed forms.
 
+use burn_ir::ScalarIr;
+
 use super::array::Array;
-use super::call::FormScalar;
 use crate::pointwise::PointwiseOperation;
+
+/// A scalar of a call.
+#[derive(Debug, Clone, Copy)]
+pub enum FormScalar<N> {
+    /// A number that is the same in every step.
+    Number(ScalarIr),
+    /// A number that changes from step to step.
+    Unknown(N),
+}
 
 /// A number with the arithmetic of floats.
 pub trait Number: Copy + Default {
