@@ -56,7 +56,7 @@ const TURN: Kind = Kind::SwapDims(2, 3);
 
 /// Replaces every attention whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         let Some(forward) = forward(patterns, index) else {
             continue;
         };

@@ -28,6 +28,9 @@ pub trait Logarithms<N>: Debug {
     fn probability(&self, logarithm: N) -> N;
 }
 
+/// The first operands of a call, and those that follow.
+type Operands<'a, N, const K: usize> = ([&'a Array<N>; K], &'a [Array<N>]);
+
 impl<N: Number> FormCall<'_, N> {
     /// Returns all operands.
     pub(crate) fn operands<const K: usize>(&self) -> Result<[&Array<N>; K], String> {
@@ -38,9 +41,7 @@ impl<N: Number> FormCall<'_, N> {
     }
 
     /// Returns the first operands, and those that follow.
-    pub(crate) fn first_operands<const K: usize>(
-        &self,
-    ) -> Result<([&Array<N>; K], &[Array<N>]), String> {
+    pub(crate) fn first_operands<const K: usize>(&self) -> Result<Operands<'_, N, K>, String> {
         let parts = self.inputs.split_first_chunk::<K>();
         let (first, rest) = parts.ok_or_else(|| self.takes(K))?;
         Ok((first.each_ref(), rest))

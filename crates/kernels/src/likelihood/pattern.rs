@@ -34,7 +34,7 @@ struct Backward {
 
 /// Replaces every likelihood whose gradient, if any, is recognized.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         let Some(forward) = forward(patterns, index) else {
             continue;
         };

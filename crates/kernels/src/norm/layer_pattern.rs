@@ -40,7 +40,7 @@ struct Backward {
 
 /// Replaces every layer norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         let Some(forward) = forward(patterns, index) else {
             continue;
         };

@@ -26,7 +26,7 @@ struct Backward {
 
 /// Replaces every norm whose gradients, if any, are all recognized.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         let Some(norm) = norm(patterns, index) else {
             continue;
         };

@@ -128,7 +128,7 @@ impl Patterns {
     }
 
     /// Returns the number of nodes.
-    pub fn len(&self) -> usize {
+    pub fn num_nodes(&self) -> usize {
         self.nodes.len()
     }
 

@@ -85,7 +85,7 @@ type Names = BTreeMap<&'static str, TensorId>;
 impl Steps {
     /// Replaces every instance whose gradient, if any, is recognized.
     pub fn replace(&self, patterns: &mut Patterns) {
-        for at in 0..patterns.len() {
+        for at in 0..patterns.num_nodes() {
             let Some((mut names, mut nodes)) = self.forward(patterns, at) else {
                 continue;
             };

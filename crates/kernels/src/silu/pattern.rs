@@ -34,7 +34,7 @@ struct SiluGradient {
 /// Replaces every SiLU whose gradient, if any, is recognized, together with the gated product if nothing else reads the
 /// SiLU.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         let Some(silu) = silu(patterns, index) else {
             continue;
         };

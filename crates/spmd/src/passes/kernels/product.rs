@@ -7,7 +7,7 @@ use burn_ir::TensorId;
 
 /// Replaces products that Burn computes separately for each matrix of a batch.
 pub(super) fn replace(patterns: &mut Patterns) {
-    for index in 0..patterns.len() {
+    for index in 0..patterns.num_nodes() {
         match patterns.kind(index) {
             Some(Kind::SumDim(0)) => weight_gradient(patterns, index),
             Some(Kind::Matmul) => one_product(patterns, index),
