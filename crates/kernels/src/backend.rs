@@ -1,66 +1,43 @@
-//! The operations that a backend must implement.
+//! The calls of kernels by models, and what a backend does with them.
 
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Shape};
+use burn_ir::ScalarIr;
 
-use crate::documents::DocumentHeads;
+use crate::table::FusedOperation;
 
-/// The fused operations and their gradients, computed or recorded by a backend.
+/// A call of a kernel by a model, without its operands.
+#[derive(Clone, Debug)]
+pub(crate) struct ModelCall {
+    pub(crate) kernel: FusedOperation,
+    /// The kernel of the gradients. It reads the kept floats, the gradient of the result, and the kept integers.
+    pub(crate) gradient: FusedOperation,
+    pub(crate) scalars: Vec<ScalarIr>,
+    /// The results of the kernel. The last one is the result of the call.
+    pub(crate) results: Vec<TensorKind>,
+    pub(crate) keeps: Keeps,
+}
+
+/// The tensors that the gradients need.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Keeps {
+    /// The first floats, and all integers.
+    Operands(usize),
+    /// The first of two results.
+    Result,
+}
+
+/// The shape and type of a tensor.
+pub(crate) type TensorKind = (Shape, DType);
+
+/// A backend that computes or records kernels.
 pub(crate) trait Kernels: Backend {
-    fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
-
-    fn gelu_gradient(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self>;
-
-    fn layer_norm_kernel(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: FloatTensor<Self>,
-        epsilon: f32,
-    ) -> FloatTensor<Self>;
-
-    /// Returns the gradients of input, gamma and beta.
-    fn layer_norm_gradients(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-        epsilon: f32,
-    ) -> [FloatTensor<Self>; 3];
-
-    fn causal_attention_kernel(
-        qkv: FloatTensor<Self>,
-        batch: usize,
-        heads: usize,
-    ) -> FloatTensor<Self>;
-
-    fn causal_attention_gradient(
-        qkv: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-        batch: usize,
-        heads: usize,
-    ) -> FloatTensor<Self>;
-
-    fn document_attention_kernel(
-        qkv: FloatTensor<Self>,
-        positions: IntTensor<Self>,
-        form: DocumentHeads,
-    ) -> FloatTensor<Self>;
-
-    fn document_attention_gradient(
-        qkv: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-        positions: IntTensor<Self>,
-        form: DocumentHeads,
-    ) -> FloatTensor<Self>;
-
-    /// Returns two tensors: the gradient of the logits, and the loss.
-    fn cross_entropy_kernel(
-        logits: FloatTensor<Self>,
-        targets: IntTensor<Self>,
-    ) -> [FloatTensor<Self>; 2];
-
-    /// Returns the gradient of the logits, multiplied by a one-element tensor.
-    fn cross_entropy_gradient(
-        logits_gradient: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+    /// Runs a kernel on floats and the integers that follow them.
+    fn run_kernel(
+        kernel: FusedOperation,
+        operands: (Vec<FloatTensor<Self>>, Vec<IntTensor<Self>>),
+        scalars: Vec<ScalarIr>,
+        results: &[TensorKind],
+    ) -> Vec<FloatTensor<Self>>;
 }

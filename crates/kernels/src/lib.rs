@@ -60,6 +60,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod threads;
+mod tracked;
 mod turned;
 mod vectors;
 mod widened;

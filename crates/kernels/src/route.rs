@@ -5,12 +5,15 @@ use std::cell::Cell;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, DispatchDevice, Flex, backend_extension};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
+use burn_ir::ScalarIr;
 
-use crate::backend::Kernels;
+use crate::backend::{Keeps, Kernels, ModelCall, TensorKind};
 use crate::documents::DocumentHeads;
 use crate::halves::takes;
+use crate::table::FusedOperation;
+use crate::tracked::{result_of, tracked};
 
 thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
@@ -64,7 +67,14 @@ pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
 
 /// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensor, which must have the kernels.
 pub(crate) fn gelu(x: Tensor<2>) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::fused_gelu(x.into_dispatch()))
+    let call = ModelCall {
+        kernel: FusedOperation::Gelu,
+        gradient: FusedOperation::GeluBackward,
+        scalars: Vec::new(),
+        results: vec![kind(&x)],
+        keeps: Keeps::Operands(1),
+    };
+    Tensor::from_dispatch(Dispatch::fused(x.into_dispatch(), call))
 }
 
 /// Runs [`crate::layer_norm`](fn@crate::layer_norm) on the backend of its tensors, which must have the kernels.
@@ -74,21 +84,21 @@ pub(crate) fn layer_norm(
     beta: Tensor<1>,
     epsilon: f32,
 ) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::fused_layer_norm(
-        x.into_dispatch(),
-        gamma.into_dispatch(),
-        beta.into_dispatch(),
-        epsilon,
-    ))
+    let call = ModelCall {
+        kernel: FusedOperation::LayerNorm,
+        gradient: FusedOperation::LayerNormBackward,
+        scalars: vec![ScalarIr::Float(epsilon.into())],
+        results: vec![kind(&x)],
+        keeps: Keeps::Operands(2),
+    };
+    let [gamma, beta] = [gamma, beta].map(Tensor::into_dispatch);
+    Tensor::from_dispatch(Dispatch::fused_three(x.into_dispatch(), gamma, beta, call))
 }
 
 /// Runs [`crate::causal_attention`] on the backend of its tensors, which must have the kernels.
 pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::fused_causal_attention(
-        qkv.into_dispatch(),
-        batch,
-        heads,
-    ))
+    let call = causal(&qkv, &[batch, heads]);
+    Tensor::from_dispatch(Dispatch::fused(qkv.into_dispatch(), call))
 }
 
 /// Runs [`crate::document_attention`] on the backend of its tensors, which must have the kernels.
@@ -97,89 +107,86 @@ pub(crate) fn document_attention(
     positions: Tensor<2, Int>,
     form: DocumentHeads,
 ) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::fused_document_attention(
-        qkv.into_dispatch(),
-        positions.into_dispatch(),
-        form,
-    ))
+    let [batch, _] = positions.dims();
+    let call = causal(&qkv, &[batch, form.heads, form.reach.unwrap_or(0)]);
+    let (qkv, positions) = (qkv.into_dispatch(), positions.into_dispatch());
+    Tensor::from_dispatch(Dispatch::fused_indexed(qkv, positions, call))
+}
+
+/// Returns the call of causal attention with these sizes.
+fn causal(qkv: &Tensor<2>, sizes: &[usize]) -> ModelCall {
+    let [rows, width] = qkv.dims();
+    ModelCall {
+        kernel: FusedOperation::CausalAttention,
+        gradient: FusedOperation::CausalAttentionBackward,
+        scalars: sizes
+            .iter()
+            .map(|size| ScalarIr::UInt(*size as u64))
+            .collect(),
+        results: vec![(Shape::new([rows, width / 3]), qkv.dtype())],
+        keeps: Keeps::Operands(1),
+    }
 }
 
 /// Runs [`crate::cross_entropy`](fn@crate::cross_entropy) on the backend of its tensors, which must have the kernels.
 pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
-    Tensor::from_dispatch(Dispatch::fused_cross_entropy(
-        logits.into_dispatch(),
-        targets.into_dispatch(),
-    ))
+    let call = ModelCall {
+        kernel: FusedOperation::CrossEntropy,
+        gradient: FusedOperation::CrossEntropyBackward,
+        scalars: Vec::new(),
+        // The loss has 32 bits, regardless of the type of the logits.
+        results: vec![kind(&logits), (Shape::new([1]), DType::F32)],
+        keeps: Keeps::Result,
+    };
+    let (logits, targets) = (logits.into_dispatch(), targets.into_dispatch());
+    Tensor::from_dispatch(Dispatch::fused_indexed(logits, targets, call))
 }
 
-/// The operations that Burn routes to the backend of their tensors.
+fn kind(tensor: &Tensor<2>) -> TensorKind {
+    (tensor.shape(), tensor.dtype())
+}
+
+/// The calls that Burn routes to the backend of their tensors, by their numbers of operands.
 #[backend_extension(Flex, Capture, Autodiff)]
 trait FusedOps: Backend {
-    fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn fused(x: FloatTensor<Self>, call: ModelCall) -> FloatTensor<Self>;
 
-    fn fused_layer_norm(
+    fn fused_three(
         x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: FloatTensor<Self>,
-        epsilon: f32,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        call: ModelCall,
     ) -> FloatTensor<Self>;
 
-    fn fused_causal_attention(
-        qkv: FloatTensor<Self>,
-        batch: usize,
-        heads: usize,
-    ) -> FloatTensor<Self>;
-
-    fn fused_document_attention(
-        qkv: FloatTensor<Self>,
-        positions: IntTensor<Self>,
-        form: DocumentHeads,
-    ) -> FloatTensor<Self>;
-
-    fn fused_cross_entropy(
-        logits: FloatTensor<Self>,
-        targets: IntTensor<Self>,
+    fn fused_indexed(
+        x: FloatTensor<Self>,
+        indices: IntTensor<Self>,
+        call: ModelCall,
     ) -> FloatTensor<Self>;
 }
 
 macro_rules! untracked {
     ($backend:ty) => {
         impl FusedOps for $backend {
-            fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self> {
-                Self::gelu_kernel(x)
+            fn fused(x: FloatTensor<Self>, call: ModelCall) -> FloatTensor<Self> {
+                result_of::<Self>(vec![x], Vec::new(), call).0
             }
 
-            fn fused_layer_norm(
+            fn fused_three(
                 x: FloatTensor<Self>,
-                gamma: FloatTensor<Self>,
-                beta: FloatTensor<Self>,
-                epsilon: f32,
+                y: FloatTensor<Self>,
+                z: FloatTensor<Self>,
+                call: ModelCall,
             ) -> FloatTensor<Self> {
-                Self::layer_norm_kernel(x, gamma, beta, epsilon)
+                result_of::<Self>(vec![x, y, z], Vec::new(), call).0
             }
 
-            fn fused_causal_attention(
-                qkv: FloatTensor<Self>,
-                batch: usize,
-                heads: usize,
+            fn fused_indexed(
+                x: FloatTensor<Self>,
+                indices: IntTensor<Self>,
+                call: ModelCall,
             ) -> FloatTensor<Self> {
-                Self::causal_attention_kernel(qkv, batch, heads)
-            }
-
-            fn fused_document_attention(
-                qkv: FloatTensor<Self>,
-                positions: IntTensor<Self>,
-                form: DocumentHeads,
-            ) -> FloatTensor<Self> {
-                Self::document_attention_kernel(qkv, positions, form)
-            }
-
-            fn fused_cross_entropy(
-                logits: FloatTensor<Self>,
-                targets: IntTensor<Self>,
-            ) -> FloatTensor<Self> {
-                let [_, loss] = Self::cross_entropy_kernel(logits, targets);
-                loss
+                result_of::<Self>(vec![x], vec![indices], call).0
             }
         }
     };
@@ -189,39 +196,24 @@ untracked!(Flex);
 untracked!(CaptureBackend);
 
 impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
-    fn fused_gelu(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        crate::gelu::tracked::tracked::<B, C>(x)
+    fn fused(x: FloatTensor<Self>, call: ModelCall) -> FloatTensor<Self> {
+        tracked::<B, C, 1>([x], Vec::new(), call)
     }
 
-    fn fused_layer_norm(
+    fn fused_three(
         x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: FloatTensor<Self>,
-        epsilon: f32,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        call: ModelCall,
     ) -> FloatTensor<Self> {
-        crate::norm::tracked::tracked::<B, C>(x, gamma, beta, epsilon)
+        tracked::<B, C, 3>([x, y, z], Vec::new(), call)
     }
 
-    fn fused_causal_attention(
-        qkv: FloatTensor<Self>,
-        batch: usize,
-        heads: usize,
+    fn fused_indexed(
+        x: FloatTensor<Self>,
+        indices: IntTensor<Self>,
+        call: ModelCall,
     ) -> FloatTensor<Self> {
-        crate::attention::tracked::tracked::<B, C>(qkv, batch, heads)
-    }
-
-    fn fused_document_attention(
-        qkv: FloatTensor<Self>,
-        positions: IntTensor<Self>,
-        form: DocumentHeads,
-    ) -> FloatTensor<Self> {
-        crate::attention::tracked::tracked_documents::<B, C>(qkv, positions, form)
-    }
-
-    fn fused_cross_entropy(
-        logits: FloatTensor<Self>,
-        targets: IntTensor<Self>,
-    ) -> FloatTensor<Self> {
-        crate::cross_entropy::tracked::tracked::<B, C>(logits, targets)
+        tracked::<B, C, 1>([x], vec![indices], call)
     }
 }

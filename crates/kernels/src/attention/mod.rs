@@ -5,17 +5,15 @@
 //! - `cpu`: the kernels. `factors`: factors on probabilities, as in dropout. `heads`: the operands, split into heads and
 //!   blocks of queries. `mask`: the keys that a query attends to.
 //! - `pattern`: the operations that attention replaces.
-//! - `tracked`: causal attention in models.
 
 mod composed;
-pub(crate) mod cpu;
+mod cpu;
 mod factors;
 mod heads;
 mod mask;
 mod pattern;
 #[cfg(test)]
 mod tests;
-pub(crate) mod tracked;
 
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};

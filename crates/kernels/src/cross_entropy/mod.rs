@@ -1,7 +1,6 @@
 //! The cross entropy of logits, with its gradient.
 
 pub(crate) mod cpu;
-pub(crate) mod tracked;
 
 use crate::contract::{Composed, FusedKernel, KernelRecord, taken};
 use crate::form::{Array, FormCall, Number, Softmax, each_row, map, softmax};

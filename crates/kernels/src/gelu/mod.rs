@@ -1,7 +1,6 @@
 //! GELU and its gradient.
 
-pub(crate) mod cpu;
-pub(crate) mod tracked;
+mod cpu;
 
 use burn_ir::{ActivationOperationIr, OperationIr};
 

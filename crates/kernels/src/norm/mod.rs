@@ -2,13 +2,11 @@
 //!
 //! - `cpu`: the kernels.
 //! - `layer_pattern`, `root_pattern`: the operations that they replace; `scaled`: the operations common to both.
-//! - `tracked`: layer norms in models.
 
-pub(crate) mod cpu;
+mod cpu;
 mod layer_pattern;
 mod root_pattern;
 mod scaled;
-pub(crate) mod tracked;
 
 use burn_ir::CustomOpIr;
 
