@@ -61,7 +61,7 @@ pub enum Kind {
     MaskFill(f64),
     /// The positive part.
     Relu,
-    /// Operands: a result, then its gradient.
+    /// Operands: the operand of a [`Relu`](Self::Relu), then the gradient of its result.
     ReluBackward,
     /// The hyperbolic tangent.
     Tanh,
