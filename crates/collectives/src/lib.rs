@@ -52,11 +52,13 @@ pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
 pub use burn_fsdp_rendezvous::{
     At, Carried, Check, CommSpan, CommStage, Contract, ElementType, EntryState, Error, Fault,
     Fingerprint, GroupId, How, Label, Ledger, LedgerEntry, LedgerReport, Moment, Operation,
-    OperationCounts, OperationKind, Reduction, Role, Seal, Share, Stage, Tally, Who,
+    OperationCounts, OperationKind, Reduction, RestKind, Role, Seal, Sealed, Share, Stage, Tally,
+    VaultSlot, Who,
 };
 pub use burn_fsdp_transport::{Account, Buffer, BufferPool, Source};
 pub use group::{
-    AsMesh, CommCounter, CrossPart, FullPart, Part, Pending, ProcessGroup, ProcessMesh, Received,
+    AsMesh, CommCounter, CrossPart, FullPart, Keeper, Part, Pending, ProcessGroup, ProcessMesh,
+    Received,
 };
 pub use launch::{
     LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes, thread_ranks,
@@ -67,11 +69,11 @@ pub use launch::{
 /// `src/README.md` explains how to add one.
 pub mod engine {
     pub use burn_fsdp_rendezvous::{
-        AlteredPart, Checks, Checksums, Claim, Control, Extent, Failure, Meeting, Messages, Route,
-        Signature, Subgroup, checksum,
+        Checks, Checksums, Claim, Control, Extent, Failure, Meeting, Messages, Route, Signature,
+        Subgroup, checksum,
     };
     pub use burn_fsdp_transport::{
-        Awaited, Completion, Engine, Fence, Findings, Flight, Payload, Request, Space, Withdrawn,
-        copy, reduce,
+        AlteredPart, Awaited, Completion, Engine, Fence, Findings, Flight, Payload, Request, Space,
+        Withdrawn, copy, reduce,
     };
 }

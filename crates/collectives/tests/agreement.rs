@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 
 use burn_fsdp_collectives::{
-    At, Check, CrossPart, ElementType, Error, Fault, FullPart, How, LaunchConfig, OperationKind,
-    Part, Partition, Pending, ProcessGroup, Reduction, Source, launch,
+    At, Check, CrossPart, ElementType, Error, Fault, FullPart, How, Label, LaunchConfig,
+    OperationKind, Part, Partition, Pending, ProcessGroup, Reduction, Sealed, Source, launch,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -255,11 +255,13 @@ fn a_changed_sealed_shard_is_reported_for_any_receiver() {
         let body = move |world: ProcessGroup| {
             let partition = Partition::flat(7 * size, size)?;
             let right = vec![5; partition.len(world.rank())];
+            let what = Label::from("the shard of `a`");
             let seal = world.seal(&right);
+            let sealed = seal.map(|seal| Arc::new(Sealed { seal, what }));
             let mut held = right;
             let is_faulty = world.rank() == size - 1;
             held[3] ^= u8::from(is_faulty) << 6;
-            let source = Source::new(held).sealed(seal, || "the shard of `a`".into());
+            let source = Source::new(held).noted(sealed);
             let parts = vec![Part::new(source, partition, ElementType::U8)];
             let pending = if world.rank() < receivers {
                 let into = vec![world.pool().take(7 * size)];

@@ -9,12 +9,10 @@
 //! changed.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 use super::checksum::{Checksums, Reading, checksum};
 use super::label::Label;
 use super::operation::Operation;
-use super::seal::Seal;
 
 /// What ranks compare with each other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -49,28 +47,6 @@ pub struct Checks {
     /// The checksums of the results that the rank has received since its last claim, and of values that all ranks hold.
     /// Each comes with the number of its operation or value.
     pub results: Vec<(u64, u64)>,
-}
-
-/// A part whose bytes differ from the bytes that a rank sent.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AlteredPart {
-    /// The sender's rank in the group.
-    pub from: usize,
-    /// The index of the part.
-    pub part: usize,
-    /// The seal of the source and its description, if the sender's memory no longer matched the seal when it was read.
-    pub at_rest: Option<Arc<(Seal, Label)>>,
-}
-
-impl AlteredPart {
-    /// Reports a part that changed after it was sent.
-    pub fn on_its_way(from: usize, part: usize) -> Self {
-        Self {
-            from,
-            part,
-            at_rest: None,
-        }
-    }
 }
 
 impl Checks {

@@ -14,6 +14,7 @@ use super::lock::lock;
 use super::operation::Operation;
 use super::recording::{CommSpan, CommStage, Recording};
 use super::seal::{Moment, Seal};
+use super::vault::Vault;
 
 /// The state that all groups of a rank share. Its peers read it to explain a failure.
 #[derive(Debug)]
@@ -25,6 +26,7 @@ pub struct RankState {
     /// The callback that receives checksums, if any.
     watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
+    vault: Vault,
     /// The data that the rank compares with the other ranks.
     check: Check,
     /// Number of groups that this rank has numbered.
@@ -52,13 +54,14 @@ impl RankState {
     /// Returns the state of a rank of the world that has not started anything. `check` is the data that it compares
     /// with the other ranks.
     pub fn new(world_rank: usize, check: Check) -> Self {
-        let (ledger, recording, watcher, faults) = Default::default();
+        let (ledger, recording, watcher, faults, vault) = Default::default();
         Self {
             world_rank,
             ledger,
             recording,
             watcher,
             faults,
+            vault,
             check,
             num_groups: AtomicU64::new(0),
         }
@@ -72,6 +75,11 @@ impl RankState {
     /// Returns the data that the rank compares with the other ranks.
     pub fn check(&self) -> Check {
         self.check
+    }
+
+    /// Returns the seals of the values that the rank keeps.
+    pub fn vault(&self) -> &Vault {
+        &self.vault
     }
 
     /// Returns the rank's last operations.

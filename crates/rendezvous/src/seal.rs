@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::checksum::Checksums;
+use super::label::Label;
 use super::operation::Operation;
 
 /// The checksum of some bytes, and the moment when it was computed. Created by
@@ -15,6 +16,15 @@ use super::operation::Operation;
 pub struct Seal {
     checksums: Checksums,
     written: Moment,
+}
+
+/// A seal with a description of its value, as errors print it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sealed {
+    /// The seal.
+    pub seal: Seal,
+    /// The value's kind, its path and its unit.
+    pub what: Label,
 }
 
 /// A moment in the life of a rank: a step, and the last operation that the rank had started.

@@ -47,9 +47,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, Tensor};
-use burn_fsdp_collectives::{Label, Seal};
 
-use crate::audit::Tag;
 use crate::error::Error;
 use crate::region::{InputNode, OutputGradient, Region};
 use crate::thrown::throw;
@@ -73,8 +71,8 @@ pub(crate) trait Announce: fmt::Debug + Send + Sync {
     /// Called when backward reaches the link. Returns the gradients of completed reductions.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 
-    /// Called with the leaf and tag of each gradient that `reached` returned, once they are in Burn's `Gradients`.
-    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
+    /// Called with the leaf of each gradient that `reached` returned, once they are in Burn's `Gradients`.
+    fn handed_over(&self, leaves: &[NodeId]) -> Result<(), Error>;
 }
 
 /// A shard gradient that is ready for the optimizer.
@@ -83,11 +81,8 @@ pub(crate) struct Reduced {
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
-    pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
-    /// The gradient's checksum on arrival, and its description, if ranks compare bytes.
-    pub(crate) seal: Option<(Seal, Label)>,
 }
 
 /// The engine's operations. A `full` parameter has no autodiff; `value` is the tensor that the optimizer sees.
@@ -287,7 +282,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
                     grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
                 }
             }
-            handed_over.push((node, reduced.tag));
+            handed_over.push(node);
         }
         let taken_down = ops.state.handed_over(&handed_over);
         taken_down.unwrap_or_else(|error| throw(error));

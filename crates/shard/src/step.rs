@@ -122,8 +122,7 @@ impl Begun {
                 .find(|member| root.owns(&member.generation.unit));
             let copy = own.map(|member| member.copy);
             let reduced = root.finish_unused(copy)?;
-            let handed_over = reduced.iter().map(|reduced| (reduced.node, reduced.tag));
-            let handed_over: Vec<_> = handed_over.collect();
+            let handed_over: Vec<_> = reduced.iter().map(|reduced| reduced.node).collect();
             register(gradients, reduced, module);
             root.handed_over(&handed_over);
         }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType, Tensor};
-use burn_fsdp_collectives::{ProcessGroup, Reduction};
+use burn_fsdp_collectives::{Keeper, ProcessGroup, Reduction};
 use burn_fsdp_tensors::{self as tensors, Mapped, Staging};
 use parking_lot::Mutex;
 
@@ -71,6 +71,8 @@ pub(crate) struct Unit {
     index: AtomicUsize,
     stride: AtomicUsize,
     pub(crate) staging: Arc<Staging>,
+    /// The seals of gradients that wait on this rank.
+    pub(crate) seals: Keeper,
     /// Whether a module's optimizer has been tried, at the index of the module's first slot.
     tried: Vec<AtomicBool>,
 }
@@ -121,6 +123,7 @@ impl Unit {
             index: AtomicUsize::new(0),
             stride: AtomicUsize::new(FIRST_STRIDE),
             staging: Arc::default(),
+            seals: spec.groups.shard.keeper(),
             tried: spec.slots.iter().map(|_| AtomicBool::new(false)).collect(),
             spec,
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::payload::{Fence, Space};
 use super::pool::Buffer;
 use super::source::Source;
-use burn_fsdp_rendezvous::{AlteredPart, Checksums, Claim, Meeting, Messages, Operation, Subgroup};
+use burn_fsdp_rendezvous::{Checksums, Claim, Meeting, Messages, Operation, Subgroup};
 
 /// A rank's handle to a group, on some transport.
 ///
@@ -132,6 +132,28 @@ pub struct Findings {
     pub altered: Option<AlteredPart>,
     /// The checksums of each buffer; empty if the engine did not read them.
     pub results: Vec<Checksums>,
+}
+
+/// A part whose bytes differ from the bytes that a rank sent.
+#[derive(Debug, Clone)]
+pub struct AlteredPart {
+    /// The sender's rank in the group.
+    pub from: usize,
+    /// The index of the part.
+    pub part: usize,
+    /// The sender's source, if the engine read the bytes there. It may have changed before it was read.
+    pub source: Option<Source>,
+}
+
+impl AlteredPart {
+    /// Reports a part that changed after it was sent.
+    pub fn on_its_way(from: usize, part: usize) -> Self {
+        Self {
+            from,
+            part,
+            source: None,
+        }
+    }
 }
 
 /// The withdrawal of a rank's sources, which happens when its failure domain has ended.

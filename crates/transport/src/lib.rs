@@ -12,7 +12,7 @@ mod pool;
 mod source;
 
 pub use arithmetic::{Combined, copy, copy_and_read, reduce, reduce_and_read};
-pub use engine::{Awaited, Completion, Engine, Findings, Flight, Request, Withdrawn};
+pub use engine::{AlteredPart, Awaited, Completion, Engine, Findings, Flight, Request, Withdrawn};
 pub use payload::{Fence, Payload, Space};
 pub use pool::{Account, Buffer, BufferPool};
 pub use source::Source;

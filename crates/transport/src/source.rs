@@ -1,10 +1,10 @@
 //! Bytes that a rank lets its peers read.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
 use super::payload::{Payload, Space};
-use burn_fsdp_rendezvous::{Label, Seal};
 
 /// Shared, read-only bytes that an operation reads. Cheap to clone.
 ///
@@ -13,8 +13,8 @@ use burn_fsdp_rendezvous::{Label, Seal};
 #[derive(Clone)]
 pub struct Source {
     owner: Owner,
-    /// The seal of the bytes and a description of them, if they were sealed.
-    seal: Option<Arc<(Seal, Label)>>,
+    /// What the rank knows about the bytes. Engines pass it on and never read it.
+    note: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 #[derive(Clone)]
@@ -33,28 +33,27 @@ impl Source {
     /// Creates a source from the bytes of an owner that is already shared, in host memory.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         let owner = Owner::Host(owner);
-        Self { owner, seal: None }
+        Self { owner, note: None }
     }
 
     /// Creates a source from bytes in any memory that the group's engine accepts.
     pub fn of(payload: Arc<dyn Payload>) -> Self {
         let owner = Owner::Payload(payload);
-        Self { owner, seal: None }
+        Self { owner, note: None }
     }
 
-    /// Sets the seal of the source's bytes; `None` removes it. If ranks compare bytes, an operation that sends the
-    /// bytes checks them against the seal when it starts, and a gather between threads checks them when it reads them.
-    /// A difference is an [`Error::AlteredAtRest`](burn_fsdp_rendezvous::Error::AlteredAtRest) that names `what`.
+    /// Attaches what the rank knows about the bytes, such as their seal; `None` removes it. Engines pass it on with
+    /// the source and never read it.
     #[must_use]
-    pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
-        self.seal = seal.map(|seal| Arc::new((seal, what())));
+    pub fn noted<T: Any + Send + Sync>(mut self, note: Option<Arc<T>>) -> Self {
+        self.note = note.map(|note| note as Arc<dyn Any + Send + Sync>);
         self
     }
 
-    /// Returns the seal of the bytes and a description of them, if they were sealed.
+    /// Returns the attached note, if it has this type.
     #[inline]
-    pub fn seal(&self) -> Option<&Arc<(Seal, Label)>> {
-        self.seal.as_ref()
+    pub fn note<T: Any>(&self) -> Option<&T> {
+        self.note.as_deref()?.downcast_ref()
     }
 
     /// Returns a source without bytes.

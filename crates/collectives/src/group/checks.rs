@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use burn_fsdp_rendezvous::{AlteredPart, Checks, Signature, checksum};
-use burn_fsdp_transport::{Buffer, Source};
+use burn_fsdp_rendezvous::{Checks, Sealed, Signature, checksum};
+use burn_fsdp_transport::{AlteredPart, Buffer, Source};
 
 /// Returns the checksums of the bytes that a rank sends to each rank of a group. If `trusts_seals` is true, the
 /// checksum of a source that is sent whole comes from its seal. Otherwise all bytes are read.
@@ -23,8 +23,9 @@ pub(super) fn of_given(
             let known = last[part].take().filter(|(known, _)| *known == range);
             let (range, checksum) = known.unwrap_or_else(|| {
                 let is_whole = range == (0..source.len());
-                let sealed = source.seal().filter(|_| trusts_seals && is_whole);
-                let told = sealed.and_then(|sealed| sealed.0.checksums().whole());
+                let sealed = source.note::<Sealed>();
+                let sealed = sealed.filter(|_| trusts_seals && is_whole);
+                let told = sealed.and_then(|sealed| sealed.seal.checksums().whole());
                 let read = || checksum(&source.as_bytes()[range.clone()]);
                 let told = told.unwrap_or_else(read);
                 (range, told)

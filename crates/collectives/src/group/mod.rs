@@ -19,3 +19,4 @@ pub use pending::Pending;
 pub use process_group::ProcessGroup;
 pub use process_mesh::{AsMesh, ProcessMesh};
 pub use received::Received;
+pub use sealing::Keeper;

@@ -9,11 +9,11 @@ use super::checks::first_misplaced;
 use super::received::Received;
 use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
-    AlteredPart, Checks, Checksums, Claim, CommStage, Control, Difference, EntryState, Error,
-    GroupId, Held, Moment, Operation, OperationKind, RankState, Replicas, Seal, Stage, Wait,
-    checksum, lock,
+    Checks, Checksums, Claim, CommStage, Control, Difference, EntryState, Error, GroupId, Held,
+    Moment, Operation, OperationKind, RankState, Replicas, Seal, Sealed, Stage, Wait, checksum,
+    lock,
 };
-use burn_fsdp_transport::{Awaited, Buffer, Completion, Withdrawn};
+use burn_fsdp_transport::{AlteredPart, Awaited, Buffer, Completion, Withdrawn};
 
 /// An operation that this rank has started but not yet waited for. It owns the operation's sources and buffers.
 ///
@@ -278,11 +278,7 @@ impl<T> Pending<T> {
     }
 
     fn altered(&self, altered: AlteredPart) -> Error {
-        let AlteredPart {
-            from,
-            part,
-            at_rest,
-        } = altered;
+        let AlteredPart { from, part, source } = altered;
         let Peers {
             id,
             world_rank,
@@ -290,11 +286,15 @@ impl<T> Pending<T> {
             ..
         } = &self.peers;
         let (peer, ledger) = (id.members()[from], control.report());
-        let error = match at_rest.as_deref() {
-            Some((seal, what)) => Error::AlteredAtRest {
-                what: what.as_str().to_owned(),
+        let sealed = source.as_ref().and_then(|source| {
+            let sealed = source.note::<Sealed>()?;
+            (!sealed.seal.is_of(source.as_bytes())).then_some(sealed)
+        });
+        let error = match sealed {
+            Some(sealed) => Error::AlteredAtRest {
+                what: sealed.what.as_str().to_owned(),
                 rank: peer,
-                written: Box::new(seal.written().clone()),
+                written: Box::new(sealed.seal.written().clone()),
                 found: Box::new(Moment::new(
                     self.entry.rank.step(),
                     Some(self.entry.operation.clone()),

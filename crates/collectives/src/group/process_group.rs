@@ -11,7 +11,7 @@ use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
     At, Carried, Check, Checks, Checksums, Claim, CommSpan, CommStage, Control, Error, Fault,
     GroupId, Label, Ledger, Moment, Operation, OperationCounts, OperationKind, RankState, Replicas,
-    Seal, Signature, lock,
+    Seal, Sealed, Signature, lock,
 };
 use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
@@ -267,14 +267,14 @@ impl ProcessGroup {
         let trusts_seals = is_gather && receives && self.0.engine.reads_in_place();
         let given = checks::of_given(signature, (rank, size), sources, trusts_seals);
         for (part, source) in sources.iter().enumerate() {
-            let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
+            let Some(sealed) = source.note::<Sealed>() else {
                 continue;
             };
             // Most operations send all ranks the whole source, so its checksum is already known.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
-            if !(is_whole && Some(given[part]) == seal.checksums().whole()) {
-                self.check_seal(seal, source.as_bytes(), || what.as_str().to_owned())?;
+            if !(is_whole && Some(given[part]) == sealed.seal.checksums().whole()) {
+                self.check_sealed(sealed, source.as_bytes())?;
             }
         }
         Ok(Checks {

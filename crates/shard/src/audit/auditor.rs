@@ -92,7 +92,7 @@ impl Auditor {
 
     /// Numbers a new gradient of `parameter` on this rank, and returns its tag.
     pub(crate) fn came(&mut self, parameter: usize) -> Tag {
-        if self.audit == Audit::Off {
+        if self.is_off() {
             return Tag::UNKNOWN;
         }
         let number = self.open[parameter].end;
@@ -119,6 +119,11 @@ impl Auditor {
         } else {
             Step::Plain
         };
+    }
+
+    /// Returns true if no step is audited.
+    pub(crate) fn is_off(&self) -> bool {
+        self.audit == Audit::Off
     }
 
     pub(crate) fn is_auditing(&self) -> bool {

@@ -13,11 +13,11 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{At, Fingerprint, Partition, ProcessGroup, Seal};
+use burn_fsdp_collectives::{Fingerprint, Keeper, Partition, ProcessGroup, RestKind};
 use parking_lot::Mutex;
 
 use super::holders::Holders;
-use super::lifecycle::{Full, LifeCycle};
+use super::lifecycle::LifeCycle;
 use super::values::{Value, Values};
 use crate::convert::cast;
 use crate::device;
@@ -51,7 +51,9 @@ pub(crate) struct Generation {
     pub(crate) life: LifeCycle,
     /// This rank's pieces of the full parameters by slot, which forward keeps for a gather among neighbours in
     /// backward.
-    pieces: Mutex<Option<Slots<Piece>>>,
+    pieces: Mutex<Option<Slots<Tensor<1>>>>,
+    /// The seals of values, full parameters and pieces.
+    pub(crate) seals: Keeper,
     /// The device of full parameters, without autodiff, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     pub(super) values: Mutex<Values>,
@@ -62,9 +64,6 @@ pub(crate) struct Generation {
     /// A cached view of a copy whose parameters are in several generations, of which this is the first.
     view: Mutex<Option<View>>,
 }
-
-/// This rank's piece of a full parameter, with its seal if ranks compare bytes.
-pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A joint generation with values from several generations.
 struct View {
@@ -110,6 +109,7 @@ impl Generation {
             inherited,
         };
         let generation = Arc::new(Self {
+            seals: unit.groups.shard.keeper(),
             values: Mutex::new(values),
             holders: Holders::new(unit.slots.len()),
             view: Mutex::default(),
@@ -123,6 +123,9 @@ impl Generation {
             children: Mutex::default(),
             num_children: Mutex::default(),
         });
+        if let Some(parent) = parent {
+            (0..generation.unit.slots.len()).for_each(|slot| generation.keep_seal(slot, parent));
+        }
         generation.kin.adopt(&generation);
         generation
     }
@@ -157,6 +160,8 @@ impl Generation {
         joint.values.lock().own = values
             .map(|(slot, source)| Some(source.held(slot)))
             .collect();
+        let seals = sources.iter().enumerate();
+        seals.for_each(|(slot, source)| joint.keep_seal(slot, source));
         *view = Some(View {
             sources: sources.iter().map(Arc::downgrade).collect(),
             joint: joint.clone(),
@@ -186,11 +191,16 @@ impl Generation {
     pub(crate) fn restart(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Relaxed);
         self.version.store(epoch, Ordering::Relaxed);
+        self.describe_seals();
     }
 
     pub(crate) fn set(&self, slot: usize, value: &Shown) {
         let mut values = self.values.lock();
-        let mut value = Value::of(value).sealed(self.holders_group(), values.known(slot));
+        let mut value = Value::of(value);
+        if !(value.stays(values.known(slot)) && self.sealed(slot).is_some()) {
+            let seal = seal::seal(self.holders_group(), &value.plain);
+            self.keep(RestKind::Value, slot, seal);
+        }
         if self.unit.slots[slot].folder.is_some() {
             value = value.summed(values.known(slot));
         }
@@ -201,60 +211,6 @@ impl Generation {
     /// Returns the group of ranks, including this one, that together hold the values.
     pub(crate) fn holders_group(&self) -> &ProcessGroup {
         &self.unit.groups.shard
-    }
-
-    /// Returns the checksum that the value of `slot` had when it was written, if ranks compare bytes.
-    pub(crate) fn seal(&self, slot: usize) -> Option<Seal> {
-        self.held(slot).seal
-    }
-
-    pub(crate) fn named(&self, slot: usize) -> String {
-        let kind = if self.unit.slots[slot].is_gathered() {
-            "the shard"
-        } else {
-            "the parameter"
-        };
-        self.named_as(kind, slot)
-    }
-
-    pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
-        let path = &self.unit.slots[slot].path;
-        format!("{kind} of `{path}` (unit {})", self.unit.label())
-    }
-
-    /// Checks that the value of `slot` is unchanged since it was written, if ranks compare bytes or it is in a file.
-    pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
-        let held = self.held(slot);
-        let named = || self.named(slot);
-        seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)?;
-        self.check_file(slot)
-    }
-
-    /// Checks that the value of `slot` is unchanged since it was written, if it is in a file.
-    pub(crate) fn check_file(&self, slot: usize) -> Result<(), Error> {
-        let held = self.held(slot);
-        match held.checksum {
-            Some(written) if files::checksum(&held.plain) != written => {
-                let num_bytes = held.plain.shape().num_elements() * held.plain.dtype().size();
-                let what = (files::SHARD, num_bytes);
-                let reason = files::CHANGED.to_owned();
-                Err(self
-                    .unit
-                    .file_error(slot, what, reason, files::DAMAGED)
-                    .into())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Flips a bit of the value of `slot` if fault injection requests it.
-    pub(crate) fn flip_if_told(&self, slot: usize) {
-        let mut held = self.held(slot);
-        let before = held.plain.clone();
-        seal::flip_if_told(self.holders_group(), At::Shard, &mut held.plain);
-        if !seal::is_same_memory(&before, &held.plain) {
-            self.values.lock().own[slot] = Some(held);
-        }
     }
 
     /// Returns the 32-bit form of the value of `slot`, if one is kept.
@@ -271,7 +227,7 @@ impl Generation {
         Ok(())
     }
 
-    fn held(&self, slot: usize) -> Value {
+    pub(super) fn held(&self, slot: usize) -> Value {
         self.values.lock().held(slot)
     }
 
@@ -404,7 +360,7 @@ impl Generation {
         let Some(neighbours) = &self.unit.groups.neighbours else {
             return Ok(());
         };
-        let slots = self.unit.slots.iter().zip(full.tensors);
+        let slots = self.unit.slots.iter().zip(full);
         let pieces = slots.map(|(slot, full)| {
             let full = full?;
             let elements = slot.partition.num_elements();
@@ -413,11 +369,14 @@ impl Generation {
             // The data is copied, because a slice would keep the whole parameter alive.
             let piece = full.slice([cut.range(neighbours.rank())]).into_data();
             let dtype = slot.elements.compute.dtype;
-            let piece = Tensor::from_data(piece, (&device, dtype));
-            let seal = seal::seal(neighbours, &piece);
-            Some((piece, seal))
+            Some(Tensor::from_data(piece, (&device, dtype)))
         });
-        *self.pieces.lock() = Some(pieces.collect());
+        let pieces: Slots<_> = pieces.collect();
+        for (slot, piece) in pieces.iter().enumerate() {
+            let seal = piece.as_ref().map(|piece| seal::seal(neighbours, piece));
+            self.keep(RestKind::Piece, slot, seal.flatten());
+        }
+        *self.pieces.lock() = Some(pieces);
         Ok(())
     }
 
@@ -427,19 +386,8 @@ impl Generation {
         full.map_or(Ok(()), |full| self.check_full(&full))
     }
 
-    fn check_full(&self, full: &Full) -> Result<(), Error> {
-        let values = full.tensors.iter().zip(full.seals.iter()).enumerate();
-        for (slot, (tensor, seal)) in values {
-            if let Some(tensor) = tensor {
-                let named = || self.named_as("the full parameter", slot);
-                seal::check(self.holders_group(), seal.as_ref(), tensor, named)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Returns the pieces that forward left for this rank's group of neighbours, if any.
-    pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
+    pub(crate) fn pieces(&self) -> Option<Slots<Tensor<1>>> {
         self.pieces.lock().clone()
     }
 

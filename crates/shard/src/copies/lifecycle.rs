@@ -3,7 +3,7 @@
 use std::fmt;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Pending, Received, Seal};
+use burn_fsdp_collectives::{Pending, Received};
 use parking_lot::Mutex;
 
 use crate::error::Error;
@@ -27,13 +27,6 @@ impl fmt::Display for UnitState {
     }
 }
 
-/// The full parameters, flat and without autodiff, one for each gathered slot.
-pub(crate) struct Full {
-    pub(crate) tensors: Slots<Tensor<1>>,
-    /// Checksums of the gathered tensors, if ranks compare bytes.
-    pub(crate) seals: Slots<Seal>,
-}
-
 /// A gather that is in progress.
 pub(crate) enum Gather {
     /// No communication: the shard is the whole parameter.
@@ -54,8 +47,8 @@ enum State {
     Sharded,
     /// A gather is in progress. Its buffers are allocated, and this rank's shards are published.
     Gathering(Gather),
-    /// The full parameters exist.
-    Unsharded(Full),
+    /// The full parameters exist, flat and without autodiff, one for each gathered slot.
+    Unsharded(Slots<Tensor<1>>),
 }
 
 /// The life cycle of the full parameters of one generation.
@@ -95,7 +88,7 @@ impl LifeCycle {
     /// for the caller. Returns `None` if no gather is in progress. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
-        arrive: impl FnOnce(Gather) -> Result<(Full, T), Error>,
+        arrive: impl FnOnce(Gather) -> Result<(Slots<Tensor<1>>, T), Error>,
     ) -> Result<Option<T>, Error> {
         let mut state = self.0.lock();
         let gather = match std::mem::take(&mut *state) {
@@ -114,7 +107,7 @@ impl LifeCycle {
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
             State::Unsharded(full) => {
-                let tensor = full.tensors[slot].clone();
+                let tensor = full[slot].clone();
                 Some(tensor.expect("gathered slots are filled"))
             }
             State::Sharded | State::Gathering(_) => None,
@@ -127,7 +120,7 @@ impl LifeCycle {
     }
 
     /// Drops the full parameters or cancels their gather, and returns them if they exist.
-    pub(crate) fn take_full(&self) -> Option<Full> {
+    pub(crate) fn take_full(&self) -> Option<Slots<Tensor<1>>> {
         let state = std::mem::take(&mut *self.0.lock());
         match state {
             State::Unsharded(full) => Some(full),

@@ -1,7 +1,10 @@
 //! Values that the optimizer has replaced before backward ended.
 
+use burn_fsdp_collectives::RestKind;
+
 use super::generation::Generation;
 use crate::error::Error;
+use crate::seal;
 
 impl Generation {
     /// Frees the value of `slot`, which an optimizer has replaced while a backward graph still refers to this
@@ -11,6 +14,7 @@ impl Generation {
             && let Some(value) = self.values.lock().own[slot].as_mut()
         {
             value.free();
+            self.seals.set(seal::place(slot, RestKind::Value), None);
         }
     }
 

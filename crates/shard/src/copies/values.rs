@@ -2,7 +2,6 @@
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{ProcessGroup, Seal};
 use burn_fsdp_tensors as tensors;
 
 use crate::files;
@@ -27,8 +26,6 @@ pub(super) struct Value {
     pub(super) device: Device,
     /// The id of the value's graph node, if it is trainable.
     pub(super) node: Option<NodeId>,
-    /// The checksum of the value's bytes as they were written, if ranks compare bytes.
-    pub(super) seal: Option<Seal>,
     /// The CRC-32 of the value's bytes as they were written, if they are in a file.
     pub(super) checksum: Option<u32>,
     /// The elements in 32 bits, for a moving average of a 16-bit parameter.
@@ -49,7 +46,6 @@ impl Value {
             device: value.device(),
             node: is_trained.then(|| op::node_of(value.clone())),
             plain: plain(value).reshape([len]),
-            seal: None,
             checksum: None,
             exact: None,
             is_freed: false,
@@ -60,25 +56,17 @@ impl Value {
     pub(super) fn free(&mut self) {
         let device = self.device.clone().without_autodiff();
         self.plain = Tensor::zeros([0], (&device, self.plain.dtype()));
-        self.seal = None;
         self.checksum = None;
         self.exact = None;
         self.is_freed = true;
     }
 
-    /// Seals the value. A value that shares the memory of `before` is unchanged, so it keeps the seal and the 32-bit
-    /// elements of `before`, if any.
-    pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
-        let exact = before.filter(|before| before.exact.is_some());
-        let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
-        self.exact = exact.and_then(|before| before.exact.clone());
-        let before = before.filter(|before| before.seal.is_some());
+    /// Returns true if the value shares the memory of `before`, so it is unchanged. It then keeps the 32-bit elements of
+    /// `before`, if any.
+    pub(super) fn stays(&mut self, before: Option<&Self>) -> bool {
         let before = before.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
-        self.seal = match before {
-            Some(before) => before.seal.clone(),
-            None => seal::seal(group, &self.plain),
-        };
-        self
+        self.exact = before.and_then(|before| before.exact.clone());
+        before.is_some()
     }
 
     /// Adds the checksum of a value in a file. A value that shares the memory of `before` is unchanged.

@@ -13,7 +13,6 @@ use crate::files;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::root::Root;
-use crate::seal::Held;
 use crate::shown::plain;
 use crate::unit::Unit;
 
@@ -316,13 +315,13 @@ impl Parameter<'_> {
         let Some((root, member, leaf)) = sealed else {
             return change(gradients);
         };
-        root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
+        root.with_waiting(|waiting| waiting.release_of(leaf))?;
         change(gradients)?;
-        let changed = self.gradient(gradients).and_then(|changed| {
-            let what = member.generation.named_as(called, member.index);
-            Held::new(&root.group, plain(changed), Label::from(what))
-        });
-        root.with_waiting(|waiting| waiting.replace(leaf, changed));
+        if let Some(changed) = self.gradient(gradients) {
+            let what = Label::from(member.generation.named_as(called, member.index));
+            let changed = plain(changed);
+            root.with_waiting(|waiting| waiting.replace(&root.group, leaf, changed, what));
+        }
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp_collectives::{At, ProcessGroup, Seal};
+use burn_fsdp_collectives::{At, Keeper, Label, ProcessGroup, RestKind};
 use burn_fsdp_tensors::is_host;
 
 use crate::error::Error;
@@ -44,9 +44,10 @@ pub struct SealedState<S>(Form<S>);
 enum Form<S> {
     /// A whole state: after loading a record, or if ranks do not compare bytes.
     Whole(S),
-    /// Tensors, each with its seal.
+    /// Tensors, which are sealed.
     Apart {
-        tensors: Vec<(String, TensorData, Option<Seal>)>,
+        tensors: Vec<(String, TensorData)>,
+        seals: Arc<Keeper>,
         /// The scalars of the state.
         rest: Arc<StateSink>,
     },
@@ -85,38 +86,45 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
 impl<S: RecordState> SealedState<S> {
     /// Splits a state into sealed tensors if ranks compare bytes; otherwise keeps it whole.
     fn of(state: S, current: Option<&Current>) -> Self {
-        let Some(group) = current.and_then(|current| current.sealed_in.as_ref()) else {
+        let sealed_in = current.and_then(|current| Some((current, current.sealed_in.as_ref()?)));
+        let Some((current, group)) = sealed_in else {
             return Self(Form::Whole(state));
         };
         let mut sink = StateSink::default();
         state.state_flatten("", &mut sink);
-        let tensors = std::mem::take(&mut sink.tensors)
-            .into_iter()
-            .map(|(name, data)| {
-                let seal = group.seal(data.as_bytes());
-                (name, data, seal)
-            });
-        let tensors = tensors.collect();
-        let rest = Arc::new(sink);
-        Self(Form::Apart { tensors, rest })
+        let tensors: Vec<_> = std::mem::take(&mut sink.tensors).into_iter().collect();
+        let seals = group.keeper();
+        for (index, (name, data)) in tensors.iter().enumerate() {
+            let path = &current.slot().path;
+            let what = || Label::from(format!("the optimizer's state `{name}` of `{path}`"));
+            let seal = group.seal(data.as_bytes());
+            seals.keep((index as u64, RestKind::State), seal, what);
+        }
+        Self(Form::Apart {
+            tensors,
+            seals: Arc::new(seals),
+            rest: Arc::new(sink),
+        })
     }
 
     /// Returns the inner optimizer's state after checking the seals; `None` if it cannot be reassembled.
     fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
-        let (tensors, rest) = match self.0 {
+        let (tensors, seals, rest) = match self.0 {
             Form::Whole(state) => return Ok(Some(state)),
-            Form::Apart { tensors, rest } => (tensors, rest),
+            Form::Apart {
+                tensors,
+                seals,
+                rest,
+            } => (tensors, seals, rest),
         };
+        let group = current.and_then(|current| current.sealed_in.as_ref());
         let mut source = StateSource::new(rest.scalars.iter().cloned().collect());
-        for (name, mut data, seal) in tensors {
-            let sealed_in =
-                current.and_then(|current| Some((current, current.sealed_in.as_ref()?)));
-            if let Some((current, group)) = sealed_in {
+        for (index, (name, mut data)) in tensors.into_iter().enumerate() {
+            if let Some(group) = group {
                 flip_if_told(group, &mut data);
-                let path = &current.slot().path;
-                let what = || format!("the optimizer's state `{name}` of `{path}`");
-                let looked = seal.map(|seal| group.check_seal(&seal, data.as_bytes(), what));
-                looked.transpose()?;
+                if let Some(sealed) = seals.get((index as u64, RestKind::State)) {
+                    group.check_sealed(&sealed, data.as_bytes())?;
+                }
             }
             source.insert_tensor(name, data);
         }
@@ -138,8 +146,8 @@ impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         match &self.0 {
             Form::Whole(state) => state.state_flatten(prefix, out),
-            Form::Apart { tensors, rest } => {
-                for (name, data, _) in tensors {
+            Form::Apart { tensors, rest, .. } => {
+                for (name, data) in tensors {
                     out.push_tensor(prefix, name, data.clone());
                 }
                 for (name, scalar) in &rest.scalars {

@@ -6,7 +6,6 @@ use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, Tensor};
 
 use super::state::Root;
-use crate::audit::Tag;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
@@ -87,8 +86,8 @@ impl Announce for UnitEnd {
         Ok(reduced)
     }
 
-    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {
-        self.root.handed_over(gradients);
+    fn handed_over(&self, leaves: &[NodeId]) -> Result<(), Error> {
+        self.root.handed_over(leaves);
         Ok(())
     }
 }
@@ -104,8 +103,8 @@ impl Announce for Finish {
         Ok(reduced)
     }
 
-    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {
-        self.0.handed_over(gradients);
+    fn handed_over(&self, leaves: &[NodeId]) -> Result<(), Error> {
+        self.0.handed_over(leaves);
         self.0.end_audit()
     }
 }

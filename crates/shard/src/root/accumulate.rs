@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, BufferPool, Seal};
+use burn_fsdp_collectives::{Account, BufferPool, Label, RestKind};
 
-use crate::audit::Tag;
+use super::audited::{Audited, Station};
 use crate::convert::cast;
 use crate::copies::Generation;
 use crate::error::Error;
@@ -21,29 +21,13 @@ const HELD: &str = "the gradient held back";
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
-    pub(super) tag: Tag,
-    /// Checksum of the gradient while it is held back for another backward, if ranks compare bytes.
-    pub(super) seal: Option<Seal>,
-}
-
-/// A gradient whose memory is not counted.
-pub(super) struct Tagged {
-    pub(super) tensor: Tensor<1>,
-    pub(super) tag: Tag,
-}
-
-/// One replica's reduced gradient of a shard, with its seal if ranks compare bytes.
-pub(super) struct Sum {
-    pub(super) tensor: Tensor<1>,
-    pub(super) tag: Tag,
-    pub(super) seal: Option<Seal>,
 }
 
 /// A unit whose part of backward has ended, with the gradients that wait for the end of backward.
 pub(super) struct Ended {
     pub(super) generation: Arc<Generation>,
-    /// Gradients of parameters kept whole, by slot.
-    pub(super) whole: Slots<Tagged>,
+    /// Gradients of parameters kept whole, by slot. Their memory is not counted.
+    pub(super) whole: Slots<Tensor<1>>,
 }
 
 /// The gradients held on this rank, by the event that they wait for.
@@ -56,17 +40,18 @@ pub(super) struct Accumulation {
     /// Gradients of steps without reduction, by unit, until the unit's next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that wait for the all-reduce across replicas or the last backward, by unit.
-    pub(super) partial: BTreeMap<usize, Slots<Sum>>,
+    pub(super) partial: BTreeMap<usize, Slots<Tensor<1>>>,
     /// Reduced gradients of parameters kept whole that wait for the last backward, by unit.
-    pub(super) whole: BTreeMap<usize, Slots<Sum>>,
+    pub(super) whole: BTreeMap<usize, Slots<Tensor<1>>>,
 }
 
 impl Accumulation {
     /// Holds back the gradients of one use of a unit on this rank, in the type in which they will be reduced.
     pub(super) fn hold(
         &mut self,
+        audited: &mut Audited,
         pool: &BufferPool,
-        generation: &Arc<Generation>,
+        (generation, use_id): (&Arc<Generation>, u64),
         gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
@@ -77,10 +62,10 @@ impl Accumulation {
         let places = held.iter_mut().zip(gradients).zip(&unit.slots);
         for (index, ((place, gradient), slot)) in places.enumerate() {
             let Some(gradient) = gradient else { continue };
-            let named = || generation.named_as(HELD, index);
-            place
-                .as_ref()
-                .map_or(Ok(()), |earlier| earlier.check(generation, named))?;
+            let at = seal::place(index, RestKind::HeldBack);
+            if let Some(earlier) = place {
+                seal::check(&unit.seals, at, &earlier.tensor)?;
+            }
             let gradient = if gradient.tensor.dtype() == slot.elements.reduce.dtype {
                 gradient
             } else {
@@ -88,13 +73,14 @@ impl Accumulation {
                     tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
                     account: pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
-                    tag: gradient.tag,
-                    seal: None,
                 }
             };
             gradient.add_to(place);
+            audited.added(unit, index, Station::Use(use_id), Station::HeldBack);
             if let Some(sum) = place {
-                sum.seal = seal::seal(&unit.groups.shard, &sum.tensor);
+                let seal = seal::seal(&unit.groups.shard, &sum.tensor);
+                let what = || Label::from(generation.named_as(HELD, index));
+                unit.seals.keep(at, seal, what);
             }
         }
         Ok(())
@@ -103,7 +89,8 @@ impl Accumulation {
     /// Adds the gradients held back by earlier backwards to `gradients`, from one use of the unit.
     pub(super) fn add_held(
         &mut self,
-        generation: &Generation,
+        audited: &mut Audited,
+        (generation, use_id): (&Arc<Generation>, u64),
         gradients: &mut Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
@@ -111,12 +98,15 @@ impl Accumulation {
             let places = gradients.iter_mut().zip(held).zip(&unit.slots);
             for (index, ((place, held), slot)) in places.enumerate() {
                 let Some(held) = held else { continue };
-                held.check(generation, || generation.named_as(HELD, index))?;
+                let at = seal::place(index, RestKind::HeldBack);
+                seal::check(&unit.seals, at, &held.tensor)?;
+                unit.seals.set(at, None);
                 if let Some(gradient) = place {
                     let tensor = gradient.tensor.clone();
                     gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
                 }
                 held.add_to(place);
+                audited.added(unit, index, Station::HeldBack, Station::Use(use_id));
             }
         }
         Ok(())
@@ -155,7 +145,8 @@ impl Accumulation {
     /// Sets aside the gradients of parameters kept whole, which are reduced at the end of backward.
     pub(super) fn keep_whole(
         &mut self,
-        generation: &Arc<Generation>,
+        audited: &mut Audited,
+        (generation, use_id): (&Arc<Generation>, u64),
         gradients: &mut [Option<Gradient>],
     ) {
         let whole = &mut self.ended(generation).whole;
@@ -164,34 +155,23 @@ impl Accumulation {
                 let to = generation.unit.slots[slot].elements.reduce.dtype;
                 // Held-back gradients already have the type in which they are reduced.
                 whole[slot] = Some(match whole[slot].take() {
-                    Some(earlier) => Tagged {
-                        tensor: cast(earlier.tensor, to) + cast(gradient.tensor, to),
-                        tag: earlier.tag.plus(gradient.tag),
-                    },
-                    None => Tagged {
-                        tensor: gradient.tensor,
-                        tag: gradient.tag,
-                    },
+                    Some(earlier) => cast(earlier, to) + cast(gradient.tensor, to),
+                    None => gradient.tensor,
                 });
+                let ended = Station::Ended(generation.seals.number());
+                audited.added(&generation.unit, slot, Station::Use(use_id), ended);
             }
         }
     }
 }
 
 impl Gradient {
-    fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
-        let group = &generation.unit.groups.shard;
-        seal::check(group, self.seal.as_ref(), &self.tensor, named)
-    }
-
     /// Adds the gradient to the one in `place`, if there is one.
     pub(super) fn add_to(self, place: &mut Option<Self>) {
         *place = Some(match place.take() {
             Some(earlier) => Self {
                 tensor: earlier.tensor + self.tensor,
                 account: earlier.account,
-                tag: earlier.tag.plus(self.tag),
-                seal: None,
             },
             None => self,
         });

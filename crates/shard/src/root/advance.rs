@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
+use super::backward::NO_USE;
 use super::order::Ahead;
 use super::state::{Phase, Progress, Root};
 use crate::copies::Generation;
@@ -141,7 +142,7 @@ impl Progress {
             Operation::Reduce(_) => {
                 let generation = self.copy_in_use(root, operation)?;
                 let nothing = generation.unit.empty_slots();
-                self.reduce(root, &generation, nothing)
+                self.reduce(root, (&generation, NO_USE), nothing)
             }
             Operation::Finish => unreachable!("the end of backward comes last on every rank"),
         }

@@ -2,24 +2,26 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Device, Shape, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{
-    At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source,
+    At, Buffer, Label, Received, Reduction as Averaging, RestKind, Seal, Source,
 };
 use burn_fsdp_tensors::is_host;
 
-use super::accumulate::{Gradient, Sum};
-use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
+use super::accumulate::Gradient;
+use super::audited::{Audited, GivenGradient, Station};
+use crate::audit::{is_flagged, scale_of, tag_of_sum};
 use crate::convert::cast;
 use crate::copies::Generation;
 use crate::divide_factors::DivideFactors;
 use crate::error::Error;
-use crate::files;
 use crate::hooks::ReductionHook;
-use crate::op::Reduced;
 use crate::seal;
 use crate::slot::{Element, Slot};
 use crate::unit::Unit;
+
+/// The description of a reduced gradient in messages.
+pub(super) const SUM: &str = "the reduced gradient";
 
 /// The element type in which the results of a reduction arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,19 +64,15 @@ impl Arrival {
     /// Returns the seal of a gradient on arrival: its buffer's seal, unless it was cast to another type.
     fn seal_of(
         self,
+        unit: &Unit,
         slot: &Slot,
-        group: &ProcessGroup,
         seal: Option<Seal>,
         gradient: &Tensor<1>,
     ) -> Option<Seal> {
-        let seal = seal?;
-        if !is_host(&gradient.device()) {
-            return None;
-        }
         if self.element(slot).dtype == slot.elements.stored.dtype {
-            Some(seal)
+            seal.filter(|_| is_host(&gradient.device()))
         } else {
-            seal::seal(group, gradient)
+            seal::seal(&unit.groups.shard, gradient)
         }
     }
 
@@ -94,13 +92,6 @@ impl Arrival {
     }
 }
 
-/// A gradient, as input to a reduction.
-pub(super) struct Given {
-    pub(super) source: Source,
-    /// The gradient's tag; `None` if this rank has no gradient.
-    pub(super) tag: Option<Tag>,
-}
-
 /// A gradient of a parameter that every rank holds whole.
 pub(super) struct Whole {
     pub(super) generation: Arc<Generation>,
@@ -118,134 +109,124 @@ impl Whole {
         self.generation.unit.hooks.all_reduce.as_ref()
     }
 
-    pub(super) fn tag(&self) -> Option<Tag> {
-        self.own.as_ref().map(|own| own.tag)
+    /// Returns the gradient's part in the note of its reduction.
+    pub(super) fn given(&self) -> GivenGradient<'_> {
+        let from = Station::Ended(self.generation.seals.number());
+        GivenGradient::of((&self.generation.unit, self.slot), from, self.own.as_ref())
     }
 }
 
-/// A reduced gradient, as a reduction returned it.
+/// The results of a reduction, as they arrived, to be taken one by one in the order of its gradients.
 pub(super) struct Arrived {
-    pub(super) buffer: Buffer,
-    /// True if any rank has the gradient.
-    pub(super) is_used: bool,
-    pub(super) tag: Tag,
-    /// The gradient's checksum, if ranks compare bytes.
-    pub(super) seal: Option<Seal>,
+    notes: Vec<Vec<u8>>,
+    reduction: Averaging,
+    ranks: usize,
+    results: Results,
+    number: usize,
+    next: usize,
 }
 
-/// Returns the results of a reduction over `ranks` ranks, from the buffers and notes in `received`.
-pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -> Vec<Arrived> {
-    let (number, notes) = (received.buffers.len(), received.notes);
-    let scale = scale_of(reduction, ranks);
-    let mut seals = received.seals.into_iter();
-    let arrived = |(index, buffer)| Arrived {
-        buffer,
-        is_used: is_flagged(&notes, index),
-        tag: tag_of_sum(&notes, index, number).times(scale),
-        seal: seals.next(),
-    };
-    received
-        .buffers
-        .into_iter()
-        .enumerate()
-        .map(arrived)
-        .collect()
+enum Results {
+    /// Of the engine's reduction: a buffer for each gradient.
+    Buffers(std::vec::IntoIter<(Buffer, Option<Seal>)>, Arrival),
+    /// Of a hook: a tensor for each gradient that any rank has.
+    Tensors(std::vec::IntoIter<Tensor<1>>),
 }
 
-/// Returns the reduced gradients of `leaves`, except those that no rank has, and those of parameters that another rank
-/// owns.
-pub(super) fn gradients_of<'a>(
-    leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
-    arrived: Vec<Arrived>,
-    arrival: Arrival,
-) -> Result<Vec<Reduced>, Error> {
-    leaves
-        .zip(arrived)
-        .filter_map(|((generation, index), arrived)| {
-            reduced(generation, index, sum(generation, index, arrived, arrival)?)
-        })
-        .collect()
-}
-
-/// Returns the reduced gradients of slots as tensors in the shards' type; `None` for gradients that no rank has.
-pub(super) fn sums(
-    generation: &Generation,
-    slots: &[usize],
-    arrived: Vec<Arrived>,
-    arrival: Arrival,
-) -> Vec<Option<Sum>> {
-    let sum = |(&index, arrived): (&usize, Arrived)| sum(generation, index, arrived, arrival);
-    slots.iter().zip(arrived).map(sum).collect()
-}
-
-/// Returns the reduced gradient of one slot, like [`sums`].
-pub(super) fn sum(
-    generation: &Generation,
-    index: usize,
-    arrived: Arrived,
-    arrival: Arrival,
-) -> Option<Sum> {
-    if !arrived.is_used {
-        return None;
+impl Arrived {
+    /// Returns the results of the engine's reduction over `ranks` ranks.
+    pub(super) fn of(
+        received: Received,
+        (reduction, ranks): (&Averaging, usize),
+        arrival: Arrival,
+    ) -> Self {
+        let number = received.buffers.len();
+        let seals = received.seals.into_iter().map(Some);
+        let seals = seals.chain(std::iter::repeat(None));
+        let buffers: Vec<_> = received.buffers.into_iter().zip(seals).collect();
+        Self {
+            notes: received.notes,
+            reduction: *reduction,
+            ranks,
+            results: Results::Buffers(buffers.into_iter(), arrival),
+            number,
+            next: 0,
+        }
     }
-    let (unit, device) = (&generation.unit, generation.home(index));
-    let slot = &unit.slots[index];
-    let tensor = arrival.tensor(unit, slot, arrived.buffer, &device);
-    let seal = arrival.seal_of(slot, &unit.groups.shard, arrived.seal, &tensor);
-    Some(Sum {
-        tensor,
-        tag: arrived.tag,
-        seal,
-    })
+
+    /// Returns the results of a hook that has reduced `number` gradients, for the flagged ones.
+    pub(super) fn by_hook(
+        notes: Vec<Vec<u8>>,
+        (reduction, ranks): (Averaging, usize),
+        number: usize,
+        tensors: Vec<Tensor<1>>,
+    ) -> Self {
+        Self {
+            notes,
+            reduction,
+            ranks,
+            results: Results::Tensors(tensors.into_iter()),
+            number,
+            next: 0,
+        }
+    }
+
+    /// Returns the next reduced gradient, that of a slot, as a tensor in the shard's type; `None` if no rank has it.
+    pub(super) fn next(
+        &mut self,
+        audited: &mut Audited,
+        generation: &Generation,
+        index: usize,
+    ) -> Option<Tensor<1>> {
+        let place = self.next;
+        self.next += 1;
+        let is_used = is_flagged(&self.notes, place);
+        let (unit, device) = (&generation.unit, generation.home(index));
+        let slot = &unit.slots[index];
+        let (tensor, seal) = match &mut self.results {
+            Results::Buffers(buffers, arrival) => {
+                let (buffer, seal) = buffers.next().filter(|_| is_used)?;
+                let tensor = arrival.tensor(unit, slot, buffer, &device);
+                let seal = arrival.seal_of(unit, slot, seal, &tensor);
+                (tensor, seal)
+            }
+            Results::Tensors(tensors) => {
+                let part = is_used.then(|| tensors.next())??;
+                let tensor = as_held(generation, index, part);
+                let seal = seal::seal(&unit.groups.shard, &tensor);
+                (tensor, seal)
+            }
+        };
+        let what = || Label::from(generation.named_as(SUM, index));
+        let at = seal::place(index, RestKind::Arrived);
+        unit.seals.keep(at, seal, what);
+        audited.arrived(unit, index, || {
+            let scale = scale_of(&self.reduction, self.ranks);
+            tag_of_sum(&self.notes, place, self.number).times(scale)
+        });
+        Some(tensor)
+    }
 }
 
-/// Returns a reduced gradient as a gradient of its parameter's leaf; `None` if the parameter is frozen, or another rank
-/// owns it. The gradient of a shard in a file is written to one.
-pub(super) fn reduced(
-    generation: &Generation,
-    index: usize,
-    sum: Sum,
-) -> Option<Result<Reduced, Error>> {
+/// Returns a result of a hook in the type and on the device of the shard.
+fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> {
     let unit = &generation.unit;
-    let slot = &unit.slots[index];
-    let rank = unit.groups.shard.rank();
-    if slot.is_elsewhere(rank) {
-        return None;
+    let part = cast(part, unit.slots[index].elements.stored.dtype);
+    let home = generation.home(index);
+    if part.device() == home {
+        return part;
     }
-    let node = generation.node(index)?;
-    let gradient = unit.in_file(index, files::GRADIENT, sum.tensor);
-    let reduced = gradient.map(|gradient| Reduced {
-        node,
-        shape: Shape::from(slot.shown_shape(rank)),
-        seal: sum.seal.map(|seal| {
-            let what = generation.named_as("the reduced gradient", index);
-            (seal, Label::from(what))
-        }),
-        gradient,
-        tag: sum.tag,
-    });
-    Some(reduced.map_err(Error::from))
-}
-
-/// Returns a gradient as input to a reduction, after the policy's hook; zeros if this rank has none.
-pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
-    let gradient = gradient.map(|gradient| hooked(gradient, slot, unit));
-    Ok(sent(gradient.transpose()?, slot, unit))
+    unit.staging.moved(part, &home)
 }
 
 /// Returns a gradient of the reduction type as input to a reduction; zeros if this rank has none.
-pub(super) fn sent(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Given {
+pub(super) fn source(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Source {
     let Some(gradient) = gradient else {
         let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
-        return Given {
-            source: Source::new(vec![0; bytes]),
-            tag: None,
-        };
+        return Source::new(vec![0; bytes]);
     };
-    Given {
-        source: unit.staging.source(gradient.tensor, Some(gradient.account)),
-        tag: Some(gradient.tag),
-    }
+    let account = Some(gradient.account);
+    unit.staging.source(gradient.tensor, account)
 }
 
 /// Applies the policy's hook to a gradient, and returns the result in the reduction type.

@@ -185,17 +185,8 @@ fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
 
 impl Root {
     /// Tells the auditor that the reduced gradients of these leaves were passed to Burn.
-    pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
-        let mut progress = self.progress();
-        let audited = &mut progress.audited;
-        if !audited.auditor.is_auditing() {
-            return;
-        }
-        for &(node, tag) in gradients {
-            if let Some(parameter) = audited.parameter_of(node) {
-                audited.auditor.arrived(parameter, tag);
-            }
-        }
+    pub(crate) fn handed_over(&self, leaves: &[NodeId]) {
+        self.progress().audited.handed_over(leaves);
     }
 
     /// Ends the step's audit after the last gradient was passed to Burn. In an audited step, this compares the reduced
@@ -220,8 +211,7 @@ impl Root {
             let error = fault.map(|fault| at_end.error(&fault));
             auditor.end_step(|parameter| at_end.is_reduced(parameter));
             audited.auditor = auditor;
-            audited.reduced.clear();
-            audited.carried.clear();
+            audited.end();
             progress.reductions.accounts.clear();
             progress.audited = audited;
             error.map_or(Ok(()), Err)

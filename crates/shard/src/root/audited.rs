@@ -1,5 +1,10 @@
-//! The data that the audit of a step needs.
+//! The observer of a step's gradients, on behalf of the audit.
+//!
+//! Gradients do not carry their tags. The engine reports each event of a gradient in the function that computes it, and
+//! the observer moves the tag from one [`Station`] to the next. A tag leaves its station when it is moved. So a gradient
+//! that is moved without an event, or twice, arrives with the wrong tag, like one that is lost.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
@@ -10,8 +15,52 @@ use crate::copies::Generation;
 use crate::schedule::Note;
 use crate::unit::Unit;
 
+/// Where a gradient of a parameter is between two events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Station {
+    /// The backward of the use with this number.
+    Use(u64),
+    /// Held back for another backward.
+    HeldBack,
+    /// A parameter kept whole, which waits for the end of backward. The number is the generation's.
+    Ended(u64),
+    /// The result of a reduction, as it arrived.
+    Arrived,
+    /// A result that waits for a reduction over replicas or for the last backward.
+    Sum,
+}
+
+/// A gradient of a reduction, as this rank gives it.
+pub(super) struct GivenGradient<'a> {
+    unit: &'a Unit,
+    slot: usize,
+    from: Station,
+    /// False if this rank has no gradient, and gives zeros.
+    is_there: bool,
+}
+
+impl<'a> GivenGradient<'a> {
+    /// Describes the gradient of a slot, which may be missing.
+    pub(super) fn of<T>(
+        (unit, slot): (&'a Unit, usize),
+        from: Station,
+        gradient: Option<&T>,
+    ) -> Self {
+        Self {
+            unit,
+            slot,
+            from,
+            is_there: gradient.is_some(),
+        }
+    }
+}
+
 pub(super) struct Audited {
     pub(super) auditor: Auditor,
+    /// The tags of the gradients on this rank, by parameter and station.
+    tags: BTreeMap<(usize, Station), Tag>,
+    /// The tags of reduced gradients until they are passed to Burn, by leaf.
+    passing: BTreeMap<u64, Vec<Tag>>,
     /// The number of each unit's first parameter, followed by the total number of parameters.
     pub(super) first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
@@ -31,6 +80,8 @@ impl Audited {
     pub(super) fn new(audit: Audit, rank: usize) -> Self {
         Self {
             auditor: Auditor::new(audit, rank, 0),
+            tags: BTreeMap::new(),
+            passing: BTreeMap::new(),
             first: vec![0],
             reduced: Vec::new(),
             carried: Vec::new(),
@@ -46,6 +97,7 @@ impl Audited {
             self.first.push(all);
         }
         self.auditor = self.auditor.over(all);
+        self.tags.clear();
     }
 
     /// Returns the data after an error: the auditor and the units, without the step's gradients.
@@ -53,16 +105,87 @@ impl Audited {
         Self {
             auditor: self.auditor.after_error(),
             first: self.first,
-            reduced: Vec::new(),
-            carried: Vec::new(),
+            ..Self::default()
         }
     }
 
-    pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
-        match self.first.get(unit.position() + 1) {
-            Some(_) => self.auditor.came(self.first[unit.position()] + slot),
-            None => Tag::UNKNOWN,
+    /// A gradient was computed for the use `use_id`.
+    pub(super) fn came(&mut self, unit: &Unit, slot: usize, use_id: u64) {
+        if let Some(parameter) = self.number(unit, slot) {
+            let tag = self.auditor.came(parameter);
+            self.add((parameter, Station::Use(use_id)), tag);
         }
+    }
+
+    /// The gradient at one station was added to the gradient at another, or has become it.
+    pub(super) fn added(&mut self, unit: &Unit, slot: usize, from: Station, to: Station) {
+        if let Some(parameter) = self.number(unit, slot) {
+            let tag = self.take((parameter, from));
+            self.add((parameter, to), tag);
+        }
+    }
+
+    /// The sum of a reduction has arrived. `tag` returns its tag, from the notes of the ranks.
+    pub(super) fn arrived(&mut self, unit: &Unit, slot: usize, tag: impl FnOnce() -> Tag) {
+        if let Some(parameter) = self.number(unit, slot) {
+            self.tags.insert((parameter, Station::Arrived), tag());
+        }
+    }
+
+    /// A reduced gradient has become one of the gradients of `leaf` to pass to Burn.
+    pub(super) fn passes(&mut self, unit: &Unit, slot: usize, from: Station, leaf: NodeId) {
+        if let Some(parameter) = self.number(unit, slot) {
+            let tag = self.take((parameter, from));
+            self.passing.entry(leaf.value).or_default().push(tag);
+        }
+    }
+
+    /// Gradients of these leaves were passed to Burn, or to the optimizer.
+    pub(super) fn handed_over(&mut self, leaves: &[NodeId]) {
+        for &leaf in leaves {
+            let tag = self.passing.get_mut(&leaf.value).and_then(Vec::pop);
+            let is_auditing = self.auditor.is_auditing();
+            if let Some(parameter) = self.parameter_of(leaf).filter(|_| is_auditing) {
+                let tag = tag.unwrap_or(Tag::from(0));
+                self.auditor.arrived(parameter, tag);
+            }
+        }
+    }
+
+    /// Ends the step: every gradient was passed on or waits for a later step.
+    pub(super) fn end(&mut self) {
+        self.reduced.clear();
+        self.carried.clear();
+        self.passing.clear();
+        let waits = |at: &Station| matches!(at, Station::HeldBack | Station::Sum);
+        self.tags.retain(|(_, at), _| waits(at));
+    }
+
+    /// A reduced gradient was dropped, because the parameter is frozen or another rank owns it.
+    pub(super) fn dropped(&mut self, unit: &Unit, slot: usize, from: Station) {
+        if let Some(parameter) = self.number(unit, slot) {
+            self.tags.remove(&(parameter, from));
+        }
+    }
+
+    /// Takes the tag of a gradient. A gradient that no event has brought here has none, so the audit misses it.
+    fn take(&mut self, at: (usize, Station)) -> Tag {
+        self.tags.remove(&at).unwrap_or(Tag::from(0))
+    }
+
+    fn add(&mut self, at: (usize, Station), tag: Tag) {
+        let earlier = self.tags.remove(&at);
+        let sum = earlier.map_or(tag, |earlier| earlier.plus(tag));
+        self.tags.insert(at, sum);
+    }
+
+    /// Returns the number of a parameter; `None` without an audit.
+    fn number(&self, unit: &Unit, slot: usize) -> Option<usize> {
+        if self.auditor.is_off() {
+            return None;
+        }
+        self.first.get(unit.position() + 1)?;
+        Some(self.first[unit.position()] + slot)
     }
 
     /// Notes that gradients of `generation` are being reduced.
@@ -84,35 +207,53 @@ impl Audited {
         }
     }
 
-    /// Returns the note of a reduction of gradients with these tags, which are `None` for gradients that this rank
-    /// lacks.
-    pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
-        let mut note = flags(given.clone());
-        if self.auditor.is_auditing() {
-            note.extend(tags(given));
-        }
+    /// Returns the note of a reduction that takes these gradients from their stations.
+    pub(super) fn note(&mut self, given: &[GivenGradient<'_>]) -> Vec<u8> {
+        let (mut note, tags) = self.taken(given);
+        note.extend(tags);
         note
     }
 
-    /// Returns the note for a step's last exchange, with these tags for the gradients of whole parameters.
+    /// Returns the note for a step's last exchange, with these gradients of whole parameters.
     pub(super) fn last_note(
-        &self,
+        &mut self,
         wish: Vec<u8>,
         marks: Vec<u8>,
-        given: impl Iterator<Item = Option<Tag>> + Clone,
+        given: &[GivenGradient<'_>],
     ) -> Note {
+        let (used, tags) = self.taken(given);
         let is_audited = self.auditor.is_auditing();
         Note {
             wish,
             marks,
-            used: flags(given.clone()),
-            tags: if is_audited { tags(given) } else { Vec::new() },
+            used,
+            tags,
             told: if is_audited {
                 self.auditor.tell()
             } else {
                 Vec::new()
             },
         }
+    }
+
+    /// Takes these gradients from their stations. Returns for each whether this rank has it, and its tag in an audited
+    /// step.
+    fn taken(&mut self, given: &[GivenGradient<'_>]) -> (Vec<u8>, Vec<u8>) {
+        let tag = |given: &GivenGradient<'_>| {
+            given
+                .is_there
+                .then(|| match self.number(given.unit, given.slot) {
+                    Some(parameter) => self.take((parameter, given.from)),
+                    None => Tag::UNKNOWN,
+                })
+        };
+        let given: Vec<_> = given.iter().map(tag).collect();
+        let tags = if self.auditor.is_auditing() {
+            tags(given.iter().copied())
+        } else {
+            Vec::new()
+        };
+        (flags(given.into_iter()), tags)
     }
 
     /// Passes the audit data in the ranks' notes to the auditor.

@@ -16,6 +16,9 @@ use crate::region::{self, RegionState, SharedUse};
 use crate::schedule::Operation;
 use crate::unit::Unit;
 
+/// Stands for a use of a unit if a rank reduces gradients of earlier backwards only.
+pub(super) const NO_USE: u64 = u64::MAX;
+
 impl Root {
     /// Returns the full parameter for a node in backward, and gathers the unit again if necessary.
     pub(super) fn regather(
@@ -46,12 +49,10 @@ impl Root {
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();
-        let tag = progress.audited.came(unit, slot);
+        progress.audited.came(unit, slot, use_id);
         let gradient = Gradient {
             tensor: gradient,
             account,
-            tag,
-            seal: None,
         };
         let of_uses = &mut progress.gradients.of_uses;
         let of_use = of_uses.entry(use_id).or_insert_with(|| unit.empty_slots());
@@ -84,9 +85,14 @@ impl Root {
             let gradients = gradients.unwrap_or_else(|| unit.empty_slots());
             if unit.syncs() {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
-                progress.reduce(self, generation, gradients)?;
+                progress.reduce(self, (generation, shared.id), gradients)?;
             } else {
-                progress.gradients.hold(&self.pool, generation, gradients)?;
+                let Progress {
+                    gradients: held,
+                    audited,
+                    ..
+                } = &mut **progress;
+                held.hold(audited, &self.pool, (generation, shared.id), gradients)?;
             }
             // During a region's own backward, completed gradients wait for the step's backward.
             Ok(match region::state() {
@@ -165,7 +171,7 @@ impl Progress {
                 self.advance(root, operation)?;
                 let generation = self.copy_in_use(root, operation)?;
                 let nothing = generation.unit.empty_slots();
-                self.reduce(root, &generation, nothing)?;
+                self.reduce(root, (&generation, NO_USE), nothing)?;
             }
         }
         Ok(())

@@ -6,9 +6,10 @@
 
 use std::sync::Arc;
 
+use super::audited::GivenGradient;
 use super::state::{Phase, Progress, Root};
 use super::steps::{Complete, Steps};
-use crate::audit::{Tag, announce_more};
+use crate::audit::announce_more;
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
@@ -50,11 +51,10 @@ impl Root {
                 gradients,
                 accounts,
             } = complete;
-            let tags = gradients.iter().map(|reduced| (reduced.node, reduced.tag));
-            let tags: Vec<_> = tags.collect();
+            let leaves: Vec<_> = gradients.iter().map(|reduced| reduced.node).collect();
             steps.step(&self.trial, &generation, &slots, gradients)?;
             drop(accounts);
-            self.handed_over(&tags);
+            self.handed_over(&leaves);
             // Burn's graph, or the rest of backward, may hold the generation for longer.
             Copies::of(&generation).free_replaced(&generation, &slots);
         }
@@ -65,11 +65,7 @@ impl Root {
 impl Progress {
     /// Returns the note of a unit's reduction: for each gradient, whether this rank has it, and its tag in an audited
     /// step; and whether a rank needs another reduction of the unit in this backward.
-    pub(super) fn unit_note(
-        &self,
-        unit: &Unit,
-        given: impl Iterator<Item = Option<Tag>> + Clone,
-    ) -> Vec<u8> {
+    pub(super) fn unit_note(&mut self, unit: &Unit, given: &[GivenGradient<'_>]) -> Vec<u8> {
         let mut note = self.audited.note(given);
         // A rank in its forward, which takes part only for the other ranks, does not know its uses yet.
         let is_known = self.phase == Phase::Backward;
@@ -83,7 +79,6 @@ impl Progress {
     /// complete, otherwise to the end of backward.
     pub(super) fn deliver(
         &mut self,
-        root: &Root,
         generation: &Arc<Generation>,
         slots: &[usize],
         gradients: Vec<Reduced>,
@@ -99,9 +94,9 @@ impl Progress {
         }
         if !self.is_complete(generation, slots) {
             self.early.waiting.insert(position);
-            return self.arrive(root, gradients);
+            self.arrive(gradients);
+            return Ok(());
         }
-        self.keep_sealed(root, &gradients)?;
         self.early.stepped.insert(position);
         // If only other ranks need the unit from now on, its new values take part.
         self.order.used.remove(&position);
@@ -112,22 +107,6 @@ impl Progress {
             gradients,
         });
         Ok(())
-    }
-
-    /// Stores reduced gradients until they go into Burn's `Gradients`.
-    pub(super) fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
-        self.keep_sealed(root, &arrived)?;
-        let accounts = self.reductions.account(&arrived);
-        self.reductions.accounts.extend(accounts);
-        self.reductions.done.extend(arrived);
-        Ok(())
-    }
-
-    /// Keeps sealed gradients until an optimizer reads them.
-    pub(super) fn keep_sealed(&mut self, root: &Root, arrived: &[Reduced]) -> Result<(), Error> {
-        let backward = self.counts.finished;
-        let mut arrived = arrived.iter();
-        arrived.try_for_each(|reduced| self.waiting.add(&root.group, backward, reduced))
     }
 
     /// Returns true if no rank will compute another gradient of the unit or use its values in this backward.

@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{
-    At, ElementType, Fingerprint, Label, Part, Partition, Pending, ProcessGroup, Received, Source,
+    At, ElementType, Fingerprint, Label, Part, Partition, Pending, ProcessGroup, Received,
+    RestKind, Source,
 };
 use burn_fsdp_tensors::{self as tensors, is_host};
 
 use super::state::Root;
 use crate::convert::cast;
-use crate::copies::{Full, Gather, Generation, Piece, UnitState};
+use crate::copies::{Gather, Generation, UnitState};
 use crate::error::Error;
 use crate::hooks::{GatherHook, ParameterShard, PendingTensors, UnitGather};
 use crate::packing::Packed;
@@ -116,10 +117,7 @@ impl Root {
         let unit = &generation.unit;
         let marks = generation.life.fill(|gather| {
             let mut marks = Vec::new();
-            let mut full = Full {
-                tensors: unit.empty_slots(),
-                seals: unit.empty_slots(),
-            };
+            let mut full = unit.empty_slots();
             if let Some(slot) = unit.gathered_slots().next() {
                 unit.staging.make_room(&generation.device(slot));
             }
@@ -130,15 +128,16 @@ impl Root {
                     for (slot, gathered) in unit.gathered_slots().zip(pending.wait()?) {
                         let (mut tensor, mark) = self.gathered_by_hook(generation, slot, gathered);
                         marks.extend(mark);
-                        full.seals[slot] = seal::seal(&unit.groups.shard, &tensor);
+                        let seal = seal::seal(&unit.groups.shard, &tensor);
+                        generation.keep(RestKind::Full, slot, seal);
                         seal::flip_if_told(&self.group, At::Weight, &mut tensor);
-                        full.tensors[slot] = Some(tensor);
+                        full[slot] = Some(tensor);
                     }
                     return Ok((full, marks));
                 }
                 Gather::Own => {
                     for slot in unit.gathered_slots() {
-                        full.tensors[slot] = Some(match &unit.slots[slot].packed {
+                        full[slot] = Some(match &unit.slots[slot].packed {
                             None => generation.held_there(slot),
                             // The shard is rounded, as it would be with several ranks.
                             Some(packed) => {
@@ -168,12 +167,13 @@ impl Root {
                     }
                 };
                 marks.push(mark);
-                full.seals[slot] = match packed {
+                let seal = match packed {
                     Some(_) => seal::seal(&unit.groups.shard, &tensor),
                     None => seal.filter(|_| is_host(&device)),
                 };
+                generation.keep(RestKind::Full, slot, seal);
                 seal::flip_if_told(&self.group, At::Weight, &mut tensor);
-                full.tensors[slot] = Some(tensor);
+                full[slot] = Some(tensor);
             }
             Ok((full, marks))
         })?;
@@ -325,7 +325,10 @@ struct Sources<'a> {
 }
 
 /// Returns this rank's pieces if forward left them for a backward gather among neighbours, and the neighbours.
-fn pieces(generation: &Generation, operation: Operation) -> Option<(&ProcessGroup, Slots<Piece>)> {
+fn pieces(
+    generation: &Generation,
+    operation: Operation,
+) -> Option<(&ProcessGroup, Slots<Tensor<1>>)> {
     match operation {
         Operation::UnshardBackward(_) => {
             let neighbours = generation.unit.groups.neighbours.as_ref()?;
@@ -348,10 +351,10 @@ fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>,
     };
     let parts = unit.gathered_slots().map(|index| {
         let slot = &unit.slots[index];
-        let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
-        let named = || Label::from(generation.named_as("the piece", index));
+        let piece = pieces[index].clone().expect("gathered slots have pieces");
+        let sealed = generation.seals.get(seal::place(index, RestKind::Piece));
         Ok(Part {
-            source: unit.staging.source(piece, None).sealed(seal, named),
+            source: unit.staging.source(piece, None).noted(sealed),
             partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
             element: slot.elements.compute.wire,
         })
@@ -378,9 +381,9 @@ fn shards_for_hook(
         let slot = &unit.slots[index];
         let (tensor, partition) = match &pieces {
             Some((neighbours, pieces)) => {
-                let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
-                let named = || generation.named_as("the piece", index);
-                seal::check(neighbours, seal.as_ref(), &piece, named)?;
+                let piece = pieces[index].clone().expect("gathered slots have pieces");
+                let place = seal::place(index, RestKind::Piece);
+                seal::check(&generation.seals, place, &piece)?;
                 let elements = slot.partition.num_elements();
                 (piece, Partition::flat(elements, neighbours.size())?)
             }
@@ -418,17 +421,16 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
             });
         }
         let is_given = slot.elements.stored.dtype == slot.elements.compute.dtype;
-        let seal = if is_given {
+        let sealed = if is_given {
             // The transport checks a seal, but not the checksum of a file.
             generation.check_file(index)?;
-            generation.seal(index)
+            generation.sealed(index)
         } else {
             generation.check(index)?;
             None
         };
         let source = unit.staging.source(generation.computing(index), None);
-        let source = source.sealed(seal, || Label::from(generation.named(index)));
-        Ok(slot.part(source, slot.elements.compute))
+        Ok(slot.part(source.noted(sealed), slot.elements.compute))
     });
     parts.collect()
 }

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, ProcessGroup, Reduction as Averaging};
+use burn_fsdp_collectives::{Account, ProcessGroup, Reduction as Averaging, RestKind};
 
-use super::accumulate::{Gradient, Sum};
-use super::arrival::{Whole, hooked, reduced};
+use super::accumulate::Gradient;
+use super::arrival::{Arrived, Whole, hooked};
+use super::audited::{GivenGradient, Station};
 use super::by_hook::ByHook;
-use super::reduce::{SUM, tell_whole};
+use super::reduce::tell_whole;
 use super::state::{Progress, Root};
-use crate::audit::{is_flagged, scale_of, tag_of_sum};
+use crate::audit::is_flagged;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::hooks::{FullGradient, ReductionHook, ReductionStage, UnitReduction};
-use crate::op::Reduced;
 use crate::seal;
 use crate::slot::Slots;
 use crate::spec::averaging;
@@ -29,22 +29,24 @@ impl Progress {
         &mut self,
         root: &Root,
         hook: &ReductionHook,
-        generation: &Arc<Generation>,
+        (generation, use_id): (&Arc<Generation>, u64),
         slots: &[usize],
         gradients: &mut Slots<Gradient>,
     ) -> Result<ByHook, Error> {
         let unit = &generation.unit;
         let group = &unit.groups.reduce;
+        let mut given = Vec::with_capacity(slots.len());
         let mut own = Vec::with_capacity(slots.len());
         for &index in slots {
             let gradient = gradients[index].take();
+            let from = Station::Use(use_id);
+            given.push(GivenGradient::of((unit, index), from, gradient.as_ref()));
             own.push(match gradient {
                 Some(gradient) => Some(hooked(gradient, &unit.slots[index], unit)?),
                 None => None,
             });
         }
-        let tags = own.iter().map(|own| own.as_ref().map(|own| own.tag));
-        let note = self.unit_note(unit, tags);
+        let note = self.unit_note(unit, &given);
         let label = root.label(format_args!(
             "{} gradients of ranks, values {:08x},",
             unit.label(),
@@ -61,7 +63,7 @@ impl Progress {
             group,
             unit.averaging(),
         );
-        started_by(hook, reduction, leaves.zip(own), &notes)
+        started_by(hook, reduction, leaves.zip(own), notes)
     }
 
     /// Calls the hook to sum the shards' gradients over all replicas. The ranks first exchange which gradients they
@@ -72,37 +74,33 @@ impl Progress {
         (hook, replicas): (&ReductionHook, &ProcessGroup),
         generation: &Generation,
         slots: &[usize],
-        mut waiting: Slots<Sum>,
-    ) -> Result<Vec<Reduced>, Error> {
+        mut waiting: Slots<Tensor<1>>,
+    ) -> Result<Arrived, Error> {
         let unit = &generation.unit;
+        let mut given = Vec::with_capacity(slots.len());
         let mut own = Vec::with_capacity(slots.len());
         for &index in slots {
             let sum = waiting[index].take();
             if let Some(sum) = &sum {
-                let named = || generation.named_as(SUM, index);
-                seal::check(&root.group, sum.seal.as_ref(), &sum.tensor, named)?;
+                seal::check(&unit.seals, seal::place(index, RestKind::Sum), sum)?;
             }
+            given.push(GivenGradient::of((unit, index), Station::Sum, sum.as_ref()));
             own.push(sum);
         }
-        let tags = own.iter().map(|own| own.as_ref().map(|own| own.tag));
-        let note = self.unit_note(unit, tags);
+        let note = self.unit_note(unit, &given);
         let label = root.label(format_args!("{} gradients of replicas", unit.label()));
         let pending = replicas.start_exchange(label, note)?;
         self.audited.carries(Some(unit), pending.operation());
         let notes = pending.wait()?;
         self.early.hear(unit, &notes);
         let leaves = slots.iter().map(|&slot| (generation, slot));
-        let own = own.into_iter().map(|own| own.map(|own| (own.tensor, None)));
+        let own = own.into_iter().map(|own| own.map(|own| (own, None)));
         let reduction = root.reduction_by_hook(
             (ReductionStage::Replicas, unit.label()),
             replicas,
             Averaging::sum(),
         );
-        let by_hook = started_by(hook, reduction, leaves.clone().zip(own), &notes)?;
-        let sums = by_hook.sums(leaves)?;
-        let sums = slots.iter().zip(sums);
-        sums.filter_map(|(&slot, sum)| reduced(generation, slot, sum?))
-            .collect()
+        started_by(hook, reduction, leaves.zip(own), notes)?.wait()
     }
 
     /// Averages gradients of parameters kept whole, like [`average_whole`](Self::average_whole), by the hook. The ranks
@@ -134,13 +132,8 @@ impl Progress {
             .iter()
             .map(|(generation, slot)| (&**generation, *slot));
         let own = own.into_iter().map(given_to_hook);
-        let by_hook = started_by(hook, reduction, of.clone().zip(own), &of_reduction(&notes))?;
-        let sums = by_hook.sums(of)?;
-        let mut gradients = Vec::with_capacity(leaves.len());
-        for ((generation, slot), sum) in leaves.iter().zip(sums) {
-            gradients.extend(self.whole_or_later(root, generation, *slot, sum)?);
-        }
-        self.arrive(root, gradients)?;
+        let by_hook = started_by(hook, reduction, of.zip(own), of_reduction(&notes))?;
+        self.take_whole_in(root, &leaves, by_hook.wait()?)?;
         Ok(notes)
     }
 }
@@ -180,28 +173,23 @@ fn started_by<'a>(
     hook: &ReductionHook,
     mut reduction: UnitReduction,
     gradients: impl Iterator<Item = ((&'a Generation, usize), Own)>,
-    notes: &[Vec<u8>],
+    notes: Vec<Vec<u8>>,
 ) -> Result<ByHook, Error> {
     let mut accounts = Vec::new();
-    let mut used = Vec::new();
+    let mut number = 0;
     for (place, (leaf, own)) in gradients.enumerate() {
-        let is_used = is_flagged(notes, place);
-        used.push(is_used);
-        if is_used {
+        number = place + 1;
+        if is_flagged(&notes, place) {
             let (tensor, account) = own.unzip();
             accounts.extend(account.flatten());
             let gradient = full_gradient(leaf, reduction.stage, tensor);
             reduction.gradients.push(gradient);
         }
     }
-    let scale = scale_of(&reduction.mean, reduction.group.size());
-    let number = used.len();
-    let tags = used
-        .into_iter()
-        .enumerate()
-        .map(|(place, is_used)| is_used.then(|| tag_of_sum(notes, place, number).times(scale)));
     Ok(ByHook {
-        tags: tags.collect(),
+        notes,
+        number,
+        reduction: (reduction.mean, reduction.group.size()),
         parts: hook.call(reduction)?,
         accounts,
     })

@@ -23,6 +23,7 @@ mod audit;
 mod audited;
 mod backward;
 mod by_hook;
+mod delivery;
 mod early;
 mod evaluation;
 mod forward;

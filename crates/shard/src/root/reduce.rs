@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use burn::tensor::Tensor;
 use burn_fsdp_collectives::{
-    Fingerprint, FullPart, Label, ProcessGroup, Reduction as Averaging, Source,
+    Fingerprint, FullPart, ProcessGroup, Reduction as Averaging, RestKind, Source,
 };
 
-use super::accumulate::{Gradient, Sum};
-use super::arrival::{
-    Arrival, Arrived, Whole, arrived, given, gradients_of, hooked, reduced, sent, sum, sums,
-};
+use super::accumulate::Gradient;
+use super::arrival::{Arrival, Arrived, Whole, hooked, source};
+use super::audited::{GivenGradient, Station};
 use super::reductions::{Flight, Reduction};
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
@@ -21,9 +21,6 @@ use crate::seal;
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 use crate::unit::Unit;
-
-/// The description, in messages, of a shard gradient that is reduced across replicas.
-pub(super) const SUM: &str = "the reduced gradient";
 
 impl Root {
     /// Returns true if reduced gradients of a unit wait in the shards.
@@ -58,29 +55,35 @@ impl Progress {
     pub(super) fn reduce(
         &mut self,
         root: &Root,
-        generation: &Arc<Generation>,
+        (generation, use_id): (&Arc<Generation>, u64),
         mut gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         self.audited.reduces(generation);
         Copies::of(generation).drop_pieces();
-        self.gradients.add_held(generation, &mut gradients)?;
-        self.gradients.keep_whole(generation, &mut gradients);
+        let (of_use, held) = ((generation, use_id), &mut self.gradients);
+        held.add_held(&mut self.audited, of_use, &mut gradients)?;
+        held.keep_whole(&mut self.audited, of_use, &mut gradients);
         let slots = generation.reduced_slots();
         if slots.is_empty() {
             return Ok(());
         }
         tell_replicas(root, generation, &slots);
         if let Some(hook) = &unit.hooks.reduction {
-            let by_hook = self.reduce_by(root, hook, generation, &slots, &mut gradients)?;
+            let by_hook = self.reduce_by(root, hook, of_use, &slots, &mut gradients)?;
             return self.take_off(root, generation, slots, Flight::Hook(by_hook));
         }
+        let mut given = Vec::with_capacity(slots.len());
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
             let slot = &unit.slots[index];
-            sources.push(given(gradients[index].take(), slot, unit)?);
+            let gradient = gradients[index].take();
+            let from = Station::Use(use_id);
+            given.push(GivenGradient::of((unit, index), from, gradient.as_ref()));
+            let gradient = gradient.map(|gradient| hooked(gradient, slot, unit));
+            sources.push(source(gradient.transpose()?, slot, unit));
         }
-        let note = self.unit_note(unit, sources.iter().map(|given| given.tag));
+        let note = self.unit_note(unit, &given);
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
@@ -95,7 +98,6 @@ impl Progress {
         });
         let into = into.collect();
         let is_sharded = slots.iter().map(of).any(Slot::is_gathered);
-        let sources = sources.into_iter().map(|given| given.source);
         let parts = slots.iter().map(of).zip(sources);
         let group = &unit.groups.reduce;
         let pending = if is_sharded {
@@ -143,7 +145,7 @@ impl Progress {
                 slots,
                 flight,
             } = reduction;
-            let sums = match flight {
+            let arrived = match flight {
                 Flight::Engine {
                     pending,
                     mean,
@@ -153,14 +155,11 @@ impl Progress {
                     let received = pending.wait_released()?;
                     self.early.hear(&generation.unit, &received.notes);
                     let groups = &generation.unit.groups;
-                    let arrived = arrived(received, &mean, groups.reduce.size());
-                    sums(&generation, &slots, arrived, arrival)
+                    Arrived::of(received, (&mean, groups.reduce.size()), arrival)
                 }
-                Flight::Hook(by_hook) => {
-                    by_hook.sums(slots.iter().map(|&slot| (&*generation, slot)))?
-                }
+                Flight::Hook(by_hook) => by_hook.wait()?,
             };
-            self.cross_over(root, &generation, &slots, sums)?;
+            self.cross_over(root, &generation, &slots, arrived)?;
         }
         Ok(())
     }
@@ -172,33 +171,27 @@ impl Progress {
         root: &Root,
         generation: &Arc<Generation>,
         slots: &[usize],
-        sums: Vec<Option<Sum>>,
+        arrived: Arrived,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        let mut waiting = self.with_aside(root, generation, slots, sums)?;
+        let mut waiting = self.with_aside(root, generation, slots, arrived)?;
         if !root.is_last() || !unit.crosses() {
             self.gradients.partial.insert(unit.position(), waiting);
             return Ok(());
         }
         let gradients = match &unit.groups.replicas {
-            None => {
-                let arrived = slots.iter();
-                let arrived =
-                    arrived.filter_map(|&slot| reduced(generation, slot, waiting[slot].take()?));
-                arrived.collect::<Result<_, _>>()?
-            }
+            None => self.reduced_sums(root, generation, slots, &mut waiting)?,
             Some(replicas) => {
-                if let Some(hook) = &unit.hooks.all_reduce {
-                    let gradients =
-                        self.cross_by(root, (hook, replicas), generation, slots, waiting)?;
-                    return self.deliver(root, generation, slots, gradients);
-                }
-                let crossed = self.cross(root, replicas, generation, slots, waiting)?;
-                let leaves = slots.iter().map(|&slot| (generation, slot));
-                gradients_of(leaves, crossed, Arrival::AsHeld)?
+                let crossed = match &unit.hooks.all_reduce {
+                    Some(hook) => {
+                        self.cross_by(root, (hook, replicas), generation, slots, waiting)?
+                    }
+                    None => self.cross(root, replicas, generation, slots, waiting)?,
+                };
+                self.reduced_of(root, generation, slots, crossed)?
             }
         };
-        self.deliver(root, generation, slots, gradients)
+        self.deliver(generation, slots, gradients)
     }
 
     /// Adds the gradients that were set aside earlier to the shards' gradients.
@@ -207,8 +200,8 @@ impl Progress {
         root: &Root,
         generation: &Generation,
         slots: &[usize],
-        sums: Vec<Option<Sum>>,
-    ) -> Result<Slots<Sum>, Error> {
+        mut arrived: Arrived,
+    ) -> Result<Slots<Tensor<1>>, Error> {
         let unit = &generation.unit;
         let mut aside = self
             .gradients
@@ -216,8 +209,9 @@ impl Progress {
             .remove(&unit.position())
             .unwrap_or_else(|| unit.empty_slots());
         let mut waiting = unit.empty_slots();
-        for (&index, sum) in slots.iter().zip(sums) {
-            waiting[index] = added(root, generation, index, aside[index].take(), sum)?;
+        for &index in slots {
+            let sum = arrived.next(&mut self.audited, generation, index);
+            waiting[index] = self.added(root, (generation, index), aside[index].take(), sum)?;
         }
         Ok(waiting)
     }
@@ -229,24 +223,22 @@ impl Progress {
         replicas: &ProcessGroup,
         generation: &Generation,
         slots: &[usize],
-        mut waiting: Slots<Sum>,
-    ) -> Result<Vec<Arrived>, Error> {
+        mut waiting: Slots<Tensor<1>>,
+    ) -> Result<Arrived, Error> {
         let unit = &generation.unit;
         let own = unit.groups.shard.rank();
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
-        let mut tags = Vec::with_capacity(slots.len());
+        let mut given = Vec::with_capacity(slots.len());
         for &index in slots {
             let slot = &unit.slots[index];
             let bytes = slot.held_elements(own) * slot.elements.stored.size();
             let sum = waiting[index].take();
-            tags.push(sum.as_ref().map(|sum| sum.tag));
+            given.push(GivenGradient::of((unit, index), Station::Sum, sum.as_ref()));
+            let sealed = unit.seals.take(seal::place(index, RestKind::Sum));
             parts.push(FullPart {
                 source: match sum {
-                    Some(Sum { tensor, seal, .. }) => {
-                        let named = || Label::from(generation.named_as(SUM, index));
-                        unit.staging.source(tensor, None).sealed(seal, named)
-                    }
+                    Some(sum) => unit.staging.source(sum, None).noted(sealed),
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),
@@ -256,12 +248,13 @@ impl Progress {
         }
         let label = root.label(format_args!("{} reduction over replicas", unit.label()));
         let sum = Averaging::sum();
-        let note = self.unit_note(unit, tags.into_iter());
+        let note = self.unit_note(unit, &given);
         let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
         self.audited.carries(Some(unit), pending.operation());
         let received = pending.wait_released()?;
         self.early.hear(unit, &received.notes);
-        Ok(arrived(received, &sum, replicas.size()))
+        let of = (&sum, replicas.size());
+        Ok(Arrived::of(received, of, Arrival::AsHeld))
     }
 
     /// Completes all reductions, and averages the gradients of whole parameters computed since the last call. Tells the
@@ -276,9 +269,8 @@ impl Progress {
         let whole = by_factors.next().unwrap_or_default();
         let order = self.order.current();
         let (wish, marks) = (order.wish(wanted), order.marks().to_vec());
-        let note = self
-            .audited
-            .last_note(wish, marks, whole.iter().map(Whole::tag));
+        let given: Vec<_> = whole.iter().map(Whole::given).collect();
+        let note = self.audited.last_note(wish, marks, &given);
         let lengths = note.lengths();
         let notes = if whole.is_empty() {
             let label = root.label(format_args!("end of backward"));
@@ -291,7 +283,8 @@ impl Progress {
             self.average_whole(root, note.join(), whole, of_reduction)?
         };
         for whole in by_factors {
-            let note = self.audited.note(whole.iter().map(Whole::tag));
+            let given: Vec<_> = whole.iter().map(Whole::given).collect();
+            let note = self.audited.note(&given);
             self.average_whole(root, note, whole, <[_]>::to_vec)?;
         }
         let notes = Note::split_all(notes, lengths);
@@ -310,10 +303,8 @@ impl Progress {
             }
             for slot in ended.generation.whole_slots() {
                 let gradient = ended.whole[slot].take().map(|whole| Gradient {
-                    tensor: whole.tensor,
+                    tensor: whole,
                     account: root.pool.account(0),
-                    tag: whole.tag,
-                    seal: None,
                 });
                 let own = gradient.map(|gradient| hooked(gradient, &unit.slots[slot], unit));
                 let whole = Whole {
@@ -353,7 +344,7 @@ impl Progress {
         let mut sources = Vec::with_capacity(whole.len());
         for whole in whole {
             let unit = &whole.generation.unit;
-            sources.push(sent(whole.own, &unit.slots[whole.slot], unit).source);
+            sources.push(source(whole.own, &unit.slots[whole.slot], unit));
             leaves.push((whole.generation, whole.slot));
         }
         let slots = leaves
@@ -377,36 +368,45 @@ impl Progress {
         let mut received = pending.wait_released()?;
         let notes = std::mem::take(&mut received.notes);
         received.notes = of_reduction(&notes);
-        let arrived = arrived(received, &mean, root.group.size());
+        let arrived = Arrived::of(received, (&mean, root.group.size()), arrival);
+        self.take_whole_in(root, &leaves, arrived)?;
+        Ok(notes)
+    }
+
+    /// Passes on the reduced gradients of parameters kept whole, or sets them aside.
+    pub(super) fn take_whole_in(
+        &mut self,
+        root: &Root,
+        leaves: &[(Arc<Generation>, usize)],
+        mut arrived: Arrived,
+    ) -> Result<(), Error> {
         let mut gradients = Vec::with_capacity(leaves.len());
-        for ((generation, slot), arrived) in leaves.iter().zip(arrived) {
-            let sum = sum(generation, *slot, arrived, arrival);
+        for (generation, slot) in leaves {
+            let sum = arrived.next(&mut self.audited, generation, *slot);
             gradients.extend(self.whole_or_later(root, generation, *slot, sum)?);
         }
-        self.arrive(root, gradients)?;
-        Ok(notes)
+        self.arrive(gradients);
+        Ok(())
     }
 
     /// Returns the gradient of a parameter kept whole, plus the one that waits for the last backward; `None` if this is
     /// not the last backward.
-    pub(super) fn whole_or_later(
+    fn whole_or_later(
         &mut self,
         root: &Root,
         generation: &Generation,
         slot: usize,
-        sum: Option<Sum>,
+        sum: Option<Tensor<1>>,
     ) -> Result<Option<Reduced>, Error> {
         let unit = &generation.unit;
-        let waiting = &mut self.gradients.whole;
-        let earlier = waiting.get_mut(&unit.position());
+        let earlier = self.gradients.whole.get_mut(&unit.position());
         let earlier = earlier.and_then(|waiting| waiting[slot].take());
-        let sum = added(root, generation, slot, earlier, sum)?;
+        let sum = self.added(root, (generation, slot), earlier, sum)?;
         if root.is_last() {
-            return sum
-                .and_then(|sum| reduced(generation, slot, sum))
-                .transpose();
+            let reduced = |sum| self.reduced(root, (generation, slot), Station::Sum, sum);
+            return sum.map_or(Ok(None), reduced);
         }
-        let waiting = waiting.entry(unit.position());
+        let waiting = self.gradients.whole.entry(unit.position());
         waiting.or_insert_with(|| unit.empty_slots())[slot] = sum;
         Ok(None)
     }
@@ -423,38 +423,12 @@ impl Progress {
             }
             let generation = self.copy_in_use(root, Operation::Reduce(index))?;
             self.audited.reduces(&generation);
-            let slots = 0..unit.slots.len();
-            let gradients =
-                slots.filter_map(|slot| reduced(&generation, slot, waiting[slot].take()?));
-            let gradients = gradients.collect::<Result<_, _>>()?;
-            self.arrive(root, gradients)?;
+            let slots: Vec<_> = (0..unit.slots.len()).collect();
+            let gradients = self.reduced_sums(root, &generation, &slots, &mut waiting)?;
+            self.arrive(gradients);
         }
         Ok(())
     }
-}
-
-/// Returns the sum of two gradients of a shard, either of which may be missing.
-fn added(
-    root: &Root,
-    generation: &Generation,
-    slot: usize,
-    earlier: Option<Sum>,
-    sum: Option<Sum>,
-) -> Result<Option<Sum>, Error> {
-    let (earlier, sum) = match (earlier, sum) {
-        (Some(earlier), Some(sum)) => (earlier, sum),
-        (earlier, sum) => return Ok(earlier.or(sum)),
-    };
-    for addend in [&earlier, &sum] {
-        let named = || generation.named_as(SUM, slot);
-        seal::check(&root.group, addend.seal.as_ref(), &addend.tensor, named)?;
-    }
-    let tensor = earlier.tensor + sum.tensor;
-    Ok(Some(Sum {
-        seal: seal::seal(&root.group, &tensor),
-        tensor,
-        tag: earlier.tag.plus(sum.tag),
-    }))
 }
 
 /// Reports the checksums of a unit's values, as this rank wrote them, to the ranks that hold the same values.
@@ -481,10 +455,10 @@ pub(super) fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
 
 /// Reports the checksum of this rank's value of `slot` to `group`, whose ranks all hold that value.
 fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
-    let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
+    let Some(sealed) = generation.sealed(slot).filter(|_| group.size() > 1) else {
         return;
     };
     let path = &generation.unit.slots[slot].path;
     let number = Fingerprint::of(&(root.number, path, generation.version()));
-    group.tell_replica(number, &seal, || Label::from(generation.named(slot)));
+    group.tell_replica(number, &sealed.seal, || sealed.what.clone());
 }

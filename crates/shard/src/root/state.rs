@@ -73,7 +73,7 @@ pub(super) struct Progress {
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
-    /// The gradients that wait for the optimizer, with their seals.
+    /// The gradients that wait for the optimizer, and the last running states.
     pub(super) waiting: Waiting,
     /// The evaluation in progress, if any.
     pub(super) routes: Option<Arc<dyn Routes>>,
@@ -370,7 +370,7 @@ impl Root {
         generation.check(slot)?;
         let leaf = generation.node(slot);
         leaf.map_or(Ok(()), |leaf| {
-            self.with_waiting(|waiting| waiting.release_of(&self.group, leaf))
+            self.with_waiting(|waiting| waiting.release_of(leaf))
         })
     }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
-use burn_fsdp_collectives::{At, Buffer, BufferPool, FullPart, Label, ProcessGroup, Reduction};
+use burn_fsdp_collectives::{Buffer, BufferPool, FullPart, Label, ProcessGroup, Reduction};
 use burn_fsdp_tensors as tensors;
 
 use crate::convert;
@@ -12,7 +12,6 @@ use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
 use crate::root::{Known, Named, Root};
-use crate::seal::Held;
 use crate::survey::survey;
 
 const LABEL: &str = "running states";
@@ -210,33 +209,24 @@ impl path::Mapper for Narrow {
 
 /// If ranks compare bytes, checks that the running states of the last backward are unchanged.
 fn check_running_states(root: &Root) -> Result<(), Error> {
-    let group = &root.group;
-    root.with_waiting(|waiting| {
-        waiting
-            .running
-            .iter()
-            .try_for_each(|held| held.check(group))
-    })
+    root.with_waiting(|waiting| waiting.check_running())
 }
 
 /// If ranks compare bytes, checks that the running states of the last backward still have the same bytes, and seals the
 /// forward's new ones.
 pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<(), Error> {
     let group = &root.group;
-    root.with_waiting(|waiting| {
-        let running = waiting.running.iter_mut();
-        running.for_each(|held| held.flip_if_told(group, At::Running));
-    });
+    root.with_waiting(|waiting| waiting.flip_running_if_told(group));
     if !group.compares_bytes() {
         return Ok(());
     }
     check_running_states(root)?;
-    let sealed = buffers(module)?.into_iter().filter_map(|state| {
+    let states = buffers(module)?.into_iter().map(|state| {
         let what = format!("the running state `{}`", state.path);
-        Held::new(group, state.flat, Label::from(what))
+        (state.flat, Label::from(what))
     });
-    let sealed = sealed.collect();
-    root.with_waiting(|waiting| waiting.running = sealed);
+    let states = states.collect();
+    root.with_waiting(|waiting| waiting.set_running(group, states));
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::module::{LoraAdapter, Module, Param, Reparameterizer};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
+use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 use burn_fsdp_tensors as tensors;
 
 use crate::adapter::{Adapter, Origin};
@@ -456,16 +456,15 @@ pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
     let generation = &member.generation;
-    let named = || Label::from(generation.named(member.index));
-    let seal = match slot.quantized() {
-        None => generation.seal(member.index),
+    let sealed = match slot.quantized() {
+        None => generation.sealed(member.index),
         // The seal is that of the held bytes, not of the unpacked elements.
         Some(_) => {
             generation.check(member.index)?;
             None
         }
     };
-    let source = tensors::source(value, None).sealed(seal, named);
+    let source = tensors::source(value, None).noted(sealed);
     let part = slot.part(source, slot.elements.stored);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],

@@ -1,16 +1,16 @@
 //! Collectives over the executor's tensors.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
-    Seal, Share, Source,
+    Seal, Sealed, Share, Source,
 };
 use burn_fsdp_tensors::{self as tensors, Staging, reduced_type};
 use burn_ir::{BackendIr, HandleKind, TensorId};
 
-use super::sealed::Sealed;
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
 /// Collectives in progress, and the copies of all collectives between the host and a device.
@@ -53,7 +53,7 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
 pub(super) fn start<B: BackendIr>(
     (group, staging): (&ProcessGroup, &Staging),
     collective: &Collective,
-    tensors: Vec<Option<(HandleKind<B>, Option<Sealed>)>>,
+    tensors: Vec<Option<(HandleKind<B>, Option<Arc<Sealed>>)>>,
 ) -> Result<Started, Failure> {
     let contract = collective.kind.contract();
     let mut given = Vec::new();
@@ -169,7 +169,7 @@ fn source<B: BackendIr>(
     (group, staging): (&ProcessGroup, &Staging),
     tensor: HandleKind<B>,
     num_bytes: usize,
-    sealed: Option<Sealed>,
+    sealed: Option<Arc<Sealed>>,
 ) -> Result<Source, Failure> {
     let Some(memory) = tensors::on_host(&tensor).cloned() else {
         let read = staging.read_back(tensor, num_bytes);
@@ -178,12 +178,11 @@ fn source<B: BackendIr>(
     drop(tensor);
     // The seal covers the memory in its stored order; elements in a different order are other bytes.
     let (source, is_whole) = tensors::first_bytes(memory.clone(), num_bytes);
-    Ok(match sealed {
-        Some(Sealed { seal, what }) if is_whole => source.sealed(Some(seal), || what),
-        Some(Sealed { seal, what }) => {
-            group.check_seal(&seal, memory.bytes(), || what.as_str().to_owned())?;
-            source
-        }
-        None => source,
-    })
+    if is_whole {
+        return Ok(source.noted(sealed));
+    }
+    if let Some(sealed) = sealed {
+        group.check_sealed(&sealed, memory.bytes())?;
+    }
+    Ok(source)
 }

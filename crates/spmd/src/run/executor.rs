@@ -69,6 +69,7 @@ impl<B: BackendIr> Executor<B> {
         Self {
             interpreter: TensorInterpreter::new(device),
             axes: [(Arc::from(DATA_AXIS), group.clone())].into(),
+            seals: Seals::new(&group),
             group,
             table: MemoryTable::default(),
             flights: Flights::default(),
@@ -76,7 +77,6 @@ impl<B: BackendIr> Executor<B> {
             absent: Absent::default(),
             constants: Vec::new(),
             operations: with_states(with_norms(kernels_of())),
-            seals: Seals::default(),
             moment: Moment::default(),
             before: None,
         }
@@ -422,7 +422,7 @@ impl<B: BackendIr> Executor<B> {
             Stage::Whole | Stage::Start => {
                 let inputs = node.operation.inputs();
                 let given = inputs.map(|input| {
-                    let sealed = self.seals.get(input.id).cloned();
+                    let sealed = self.seals.get(input.id);
                     let is_here = !self.absent.contains(input.id);
                     is_here.then(|| (self.interpreter.get_tensor(input), sealed))
                 });

@@ -14,7 +14,7 @@ use burn_fsdp_tensors::on_host;
 use burn_ir::{BackendIr, TensorId, TensorIr, TensorStatus};
 
 use super::executor::Executor;
-use super::sealed::{Carried, Sealed};
+use super::sealed::{CarriedSeal, check};
 use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
 
@@ -25,8 +25,8 @@ impl<B: BackendIr> Executor<B> {
         &mut self,
         index: usize,
         node: &Node,
-    ) -> Result<Option<Carried>, Error> {
-        if self.seals.of.is_empty() {
+    ) -> Result<Option<CarriedSeal>, Error> {
+        if !self.group.compares_bytes() {
             return Ok(None);
         }
         // A collective checks the values that it sends.
@@ -35,7 +35,7 @@ impl<B: BackendIr> Executor<B> {
         let mut carried = None;
         let taken = node.operation.inputs();
         for input in taken.filter(|input| input.status == TensorStatus::ReadWrite) {
-            let Some(sealed) = self.seals.of.get(&input.id).cloned() else {
+            let Some(sealed) = self.seals.get(input.id) else {
                 continue;
             };
             if gives {
@@ -47,9 +47,9 @@ impl<B: BackendIr> Executor<B> {
             };
             if storage_of(node) == Storage::View(input.id) {
                 let memory = memory_of(&tensor);
-                carried = Some(Carried { sealed, memory });
+                carried = Some(CarriedSeal { sealed, memory });
             } else {
-                sealed.check(&self.group, index, &tensor)?
+                check(&sealed, &self.group, index, &tensor)?
             }
         }
         Ok(carried)
@@ -57,8 +57,8 @@ impl<B: BackendIr> Executor<B> {
 
     /// Keeps the seal of a value that a node has returned as a view, and forgets the seals of values that a collective
     /// has sent.
-    pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<Carried>) {
-        if self.seals.of.is_empty() && carried.is_none() {
+    pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<CarriedSeal>) {
+        if !self.group.compares_bytes() {
             return;
         }
         if node.collective.is_some() {
@@ -70,7 +70,7 @@ impl<B: BackendIr> Executor<B> {
         if let (Some(carried), Some(output)) = (carried, node.operation.outputs().next()) {
             let lies = self.host(output).map(|tensor| memory_of(&tensor));
             if lies == Some(carried.memory) {
-                self.seals.of.insert(output.id, carried.sealed);
+                self.seals.set(output.id, Some(carried.sealed));
             }
         }
     }
@@ -92,7 +92,7 @@ impl<B: BackendIr> Executor<B> {
             let path = collective.parts.get(part).map(|part| part.path.as_ref());
             let what = format!("{kind} {} ({})", path.unwrap_or("part"), collective.label);
             let what = Label::from(what);
-            self.seals.of.insert(id, Sealed { seal, what });
+            self.seals.keep(id, seal, what);
         }
         flipped(&self.group, at, data)
     }
@@ -113,13 +113,13 @@ impl<B: BackendIr> Executor<B> {
         });
         for (id, at, role) in given.collect::<Vec<_>>() {
             if self.group.awaits_flip(at) {
-                let seal = self.seals.of.get(&id).cloned();
+                let sealed = self.seals.get(id);
                 let data = self.get(id)?;
                 let data = flipped(&self.group, at, data);
                 self.set(id, data);
-                seal.map(|seal| self.seals.of.insert(id, seal));
+                self.seals.set(id, sealed);
             }
-            if self.group.compares_bytes() && !self.seals.of.contains_key(&id) {
+            if self.group.compares_bytes() && self.seals.get(id).is_none() {
                 self.seal(id, &role);
             }
         }
@@ -128,24 +128,24 @@ impl<B: BackendIr> Executor<B> {
 
     /// Reads a given value back to the host, after a check against its seal.
     pub(crate) fn get_sealed(&mut self, id: TensorId) -> Result<TensorData, Error> {
-        if let Some(sealed) = self.seals.get(id).cloned()
+        if let Some(sealed) = self.seals.get(id)
             && let Some((shape, dtype)) = self.present.get(&id).cloned()
             && let Some(tensor) = self.host(&ir(id, shape, dtype))
         {
-            sealed.check(&self.group, 0, &tensor)?;
+            check(&sealed, &self.group, 0, &tensor)?;
         }
         self.get(id)
     }
 
     /// Replaces the elements of a given value, and seals it again if it was sealed.
     pub(crate) fn replace(&mut self, id: TensorId, data: TensorData) {
-        let sealed = self.seals.get(id).cloned();
+        let sealed = self.seals.get(id);
         let like = ir(id, data.shape().to_vec(), data.dtype());
         self.set(id, data);
-        if let Some(Sealed { what, .. }) = sealed
+        if let Some(sealed) = sealed
             && let Some(seal) = self.sealed(&like)
         {
-            self.seals.of.insert(id, Sealed { seal, what });
+            self.seals.keep(id, seal, sealed.what.clone());
         }
     }
 
@@ -174,17 +174,17 @@ impl<B: BackendIr> Executor<B> {
     /// Checks the values that a step has read or received and that no node has consumed, before the step replaces any
     /// of them. After an evaluation, the next step checks them.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
-        if self.seals.of.is_empty() || graph.updates().is_empty() {
+        if !self.group.compares_bytes() || graph.updates().is_empty() {
             return Ok(());
         }
         let last = graph.nodes().len().saturating_sub(1);
         for value in graph.values() {
-            let Some(sealed) = self.seals.of.get(&value.id).cloned() else {
+            let Some(sealed) = self.seals.get(value.id) else {
                 continue;
             };
             let tensor = self.host(&ir(value.id, value.shape.clone(), value.dtype));
             if let Some(tensor) = tensor {
-                sealed.check(&self.group, last, &tensor)?;
+                check(&sealed, &self.group, last, &tensor)?;
             }
         }
         Ok(())
@@ -194,7 +194,7 @@ impl<B: BackendIr> Executor<B> {
     pub(super) fn seal_left(&mut self, graph: &Graph) {
         // Values that were consumed during the run are gone.
         let present = &self.present;
-        self.seals.of.retain(|id, _| present.contains_key(id));
+        self.seals.retain(|id| present.contains_key(&id));
         if !self.group.compares_bytes() || graph.updates().is_empty() {
             return;
         }
@@ -225,9 +225,10 @@ impl<B: BackendIr> Executor<B> {
     }
 
     fn tell_replica(&self, id: TensorId) {
-        if let Some(Sealed { seal, what }) = self.seals.of.get(&id) {
-            let number = Fingerprint::of(&(what.as_str(), self.seals.steps));
-            self.group.tell_replica(number, seal, || what.clone());
+        if let Some(sealed) = self.seals.get(id) {
+            let number = Fingerprint::of(&(sealed.what.as_str(), self.seals.steps));
+            let what = || sealed.what.clone();
+            self.group.tell_replica(number, &sealed.seal, what);
         }
     }
 
@@ -247,8 +248,7 @@ impl<B: BackendIr> Executor<B> {
     }
 
     fn keep(&mut self, id: TensorId, role: &Role, seal: Seal) {
-        let what = Label::from(role.to_string());
-        self.seals.of.insert(id, Sealed { seal, what });
+        self.seals.keep(id, seal, Label::from(role.to_string()));
     }
 
     /// Returns a value, if it is in host memory.

@@ -5,11 +5,9 @@ use std::sync::Arc;
 use super::round::{Round, Sources};
 use super::team::Team;
 use super::transfer;
-use burn_fsdp_rendezvous::{
-    AlteredPart, Checksums, Extent, Meeting, OperationKind, Reduction, Signature,
-};
+use burn_fsdp_rendezvous::{Checksums, Extent, Meeting, OperationKind, Reduction, Signature};
 use burn_fsdp_transport::{
-    Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
+    AlteredPart, Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
 };
 
 /// An operation for which this rank has published its part.
@@ -129,14 +127,10 @@ impl LocalFlight {
         let Some(part) = part.filter(|_| self.findings.altered.is_none()) else {
             return;
         };
-        let sealed = sources[part].seal().filter(|sealed| {
-            let (seal, _) = &***sealed;
-            !seal.is_of(sources[part].as_bytes())
-        });
         self.findings.altered = Some(AlteredPart {
             from,
             part,
-            at_rest: sealed.cloned(),
+            source: Some(sources[part].clone()),
         });
     }
 

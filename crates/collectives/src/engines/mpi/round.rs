@@ -8,8 +8,8 @@ use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};
-use burn_fsdp_rendezvous::{AlteredPart, Claim, Control, Meeting, OperationKind, Signature, lock};
-use burn_fsdp_transport::{Awaited, Buffer, BufferPool, Source};
+use burn_fsdp_rendezvous::{Claim, Control, Meeting, OperationKind, Signature, lock};
+use burn_fsdp_transport::{AlteredPart, Awaited, Buffer, BufferPool, Source};
 
 /// The state of an operation that MPI's thread shares with the rank's threads. Rank numbers are ranks of the group.
 #[derive(Debug)]
