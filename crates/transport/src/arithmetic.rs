@@ -12,7 +12,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use burn_fsdp_rendezvous::{ElementType, Reading, Reduction, checksum};
+use burn_fsdp_rendezvous::{ElementType, Reduction};
 
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
 const BLOCK: usize = 2048;
@@ -35,51 +35,37 @@ pub fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// The number of bytes to checksum at a time, while they are in the core's cache. Reading them again from memory would
-/// cost as much as moving them.
+/// The number of bytes to show to a reader at a time, while they are in the core's cache. Reading them again from memory
+/// would cost as much as moving them.
 const NEAR: usize = 1 << 15;
 
-/// Like [`copy`], but also returns the checksum of the copied bytes.
-pub fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
+/// Like [`copy`], but also shows the copied bytes to `read`, stretch by stretch and in order.
+pub fn copy_and_read(from: &[u8], to: &mut [u8], mut read: impl FnMut(&[u8])) {
     if is_shared(from.len()) {
         copy(from, to);
-        return checksum(to);
+        return read(to);
     }
-    let mut read = Reading::default();
     for (to, from) in to.chunks_mut(NEAR).zip(from.chunks(NEAR)) {
         to.copy_from_slice(from);
-        read.update(to);
+        read(to);
     }
-    read.finalize()
 }
 
-/// The checksums of a reduction.
-#[derive(Debug)]
-pub struct Combined {
-    /// Checksum of each addend, in rank order.
-    pub addends: Vec<u64>,
-    /// Checksum of the combined result.
-    pub result: u64,
-}
-
-/// Like [`reduce`], but also returns the checksums of the addends and of the result.
+/// Like [`reduce`], but also shows the addends and the result to `read`, stretch by stretch and each in order. `read` gets
+/// the index of the addend, or the number of addends for the result.
 pub fn reduce_and_read(
     reduction: &Reduction,
     input: ElementType,
     addends: &[&[u8]],
     out: &mut [u8],
-) -> Combined {
-    if is_shared(out.len()) {
-        reduce(reduction, input, addends, out);
-        return Combined {
-            addends: addends.iter().map(|addend| checksum(addend)).collect(),
-            result: checksum(out),
-        };
-    }
+    mut read: impl FnMut(usize, &[u8]),
+) {
     let output = reduction.output_of(input);
-    let num_elements = NEAR / input.size().max(output.size());
-    let mut read: Vec<Reading> = addends.iter().map(|_| Reading::default()).collect();
-    let mut result = Reading::default();
+    let num_elements = if is_shared(out.len()) {
+        out.len().max(1)
+    } else {
+        NEAR / input.size().max(output.size())
+    };
     let size = num_elements * input.size();
     for (piece, out) in out.chunks_mut(num_elements * output.size()).enumerate() {
         let near = addends.iter().map(|addend| {
@@ -87,14 +73,11 @@ pub fn reduce_and_read(
             &addend[piece * size..end]
         });
         let near: Vec<&[u8]> = near.collect();
-        let each = read.iter_mut().zip(&near);
-        each.for_each(|(read, near)| read.update(near));
+        near.iter()
+            .enumerate()
+            .for_each(|(rank, near)| read(rank, near));
         reduce(reduction, input, &near, out);
-        result.update(out);
-    }
-    Combined {
-        addends: read.into_iter().map(Reading::finalize).collect(),
-        result: result.finalize(),
+        read(addends.len(), out);
     }
 }
 

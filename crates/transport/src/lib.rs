@@ -11,7 +11,7 @@ mod payload;
 mod pool;
 mod source;
 
-pub use arithmetic::{Combined, copy, copy_and_read, reduce, reduce_and_read};
+pub use arithmetic::{copy, copy_and_read, reduce, reduce_and_read};
 pub use engine::{AlteredPart, Awaited, Completion, Engine, Findings, Flight, Request, Withdrawn};
 pub use payload::{Fence, Payload, Space};
 pub use pool::{Account, Buffer, BufferPool};

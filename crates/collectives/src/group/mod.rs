@@ -1,7 +1,7 @@
 //! Groups of ranks and their operations, on any engine.
 
 mod call;
-mod checks;
+mod checked;
 mod collective;
 mod counter;
 mod part;

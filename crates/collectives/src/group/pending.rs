@@ -2,18 +2,16 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::checks::first_misplaced;
+use super::checked::Checked;
 use super::received::Received;
 use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
-    Checks, Checksums, Claim, CommStage, Control, Difference, EntryState, Error, GroupId, Held,
-    Moment, Operation, OperationKind, RankState, Replicas, Seal, Sealed, Stage, Wait, checksum,
-    lock,
+    CommStage, Control, EntryState, Error, GroupId, Operation, RankState, Stage, Wait,
 };
-use burn_fsdp_transport::{AlteredPart, Awaited, Buffer, Completion, Withdrawn};
+use burn_fsdp_transport::{Awaited, Completion, Withdrawn};
 
 /// An operation that this rank has started but not yet waited for. It owns the operation's sources and buffers.
 ///
@@ -123,7 +121,14 @@ impl<T> Pending<T> {
             Completion::Done(buffers) => (buffers, None),
             Completion::Enqueued { buffers, fence } => (buffers, Some(fence)),
         };
-        let seals = self.verify(&buffers)?;
+        let seals = match &self.peers.checked {
+            Some(checked) => {
+                let findings = self.started.findings();
+                let meeting = self.started.meeting();
+                checked.compare((&self.entry.operation, meeting), findings, &buffers)?
+            }
+            None => Vec::new(),
+        };
         let meeting = self.started.meeting();
         let notes = (0..self.peers.id.members().len()).map(|rank| meeting.claim(rank).note.clone());
         Ok(Received {
@@ -199,150 +204,6 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// If ranks compare bytes, checks the received bytes against the checksums that the other ranks have announced, and
-    /// seals them.
-    fn verify(&mut self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
-        let Some(replicas) = &self.peers.replicas else {
-            return Ok(Vec::new());
-        };
-        let findings = self.started.findings();
-        let own = self.peers.rank;
-        let size = self.peers.id.members().len();
-        let Claim {
-            signature, checks, ..
-        } = self.started.meeting().claim(own);
-        self.tell_watcher(checks, buffers);
-        let misplaced = |from: usize| {
-            let checks = &self.started.meeting().claim(from).checks;
-            first_misplaced(checks, signature, (from, own), buffers)
-        };
-        let altered = match signature.reduction {
-            None if !findings.has_compared_placed => (0..size).find_map(misplaced),
-            _ => findings.altered,
-        };
-        if let Some(altered) = altered {
-            return Err(self.altered(altered));
-        }
-        let checksums = if findings.results.len() == buffers.len() {
-            findings.results
-        } else {
-            self.checksums(buffers)
-        };
-        let mut replicas = lock(replicas);
-        if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
-            replicas.hold(&self.entry.operation, size, &checksums);
-        }
-        let difference = |from: usize| {
-            let told = &self.started.meeting().claim(from).checks.results;
-            replicas.hear(from, size, told)
-        };
-        match (0..size).map(difference).fold(None, Option::or) {
-            None => Ok(self.entry.rank.seals(checksums)),
-            Some(difference) => Err(self.disagreement(difference)),
-        }
-    }
-
-    /// Returns the checksums of each buffer. For concatenated and compared bytes they are derived from the announced
-    /// checksums.
-    fn checksums(&self, buffers: &[Buffer]) -> Vec<Checksums> {
-        let own = self.peers.rank;
-        let signature = &self.started.meeting().claim(own).signature;
-        let routes = |from| signature.routes(from, own);
-        let routes: Vec<_> = (0..self.peers.id.members().len()).map(routes).collect();
-        let joined = |part: usize| {
-            let told = routes.iter().enumerate().filter_map(|(from, routes)| {
-                let len = routes.get(part)?.placed.len();
-                Some((&self.started.meeting().claim(from).checks, len))
-            });
-            Checks::joined(told, (own, buffers.len()), part)
-        };
-        let checksums = |(part, buffer): (usize, &Buffer)| {
-            let joined = signature.reduction.is_none().then(|| joined(part));
-            joined
-                .flatten()
-                .unwrap_or_else(|| Checksums::of(buffer.as_ref()))
-        };
-        buffers.iter().enumerate().map(checksums).collect()
-    }
-
-    /// Passes the checksums of the operation to the watcher, if there is one.
-    fn tell_watcher(&self, checks: &Checks, buffers: &[Buffer]) {
-        let got = || {
-            let got = buffers.iter().map(|buffer| checksum(buffer.as_ref()));
-            got.collect()
-        };
-        let Entry {
-            rank, operation, ..
-        } = &self.entry;
-        rank.tell_watcher(operation, &checks.given, got);
-    }
-
-    fn altered(&self, altered: AlteredPart) -> Error {
-        let AlteredPart { from, part, source } = altered;
-        let Peers {
-            id,
-            world_rank,
-            control,
-            ..
-        } = &self.peers;
-        let (peer, ledger) = (id.members()[from], control.report());
-        let sealed = source.as_ref().and_then(|source| {
-            let sealed = source.note::<Sealed>()?;
-            (!sealed.seal.is_of(source.as_bytes())).then_some(sealed)
-        });
-        let error = match sealed {
-            Some(sealed) => Error::AlteredAtRest {
-                what: sealed.what.as_str().to_owned(),
-                rank: peer,
-                written: Box::new(sealed.seal.written().clone()),
-                found: Box::new(Moment::new(
-                    self.entry.rank.step(),
-                    Some(self.entry.operation.clone()),
-                )),
-                ledger,
-            },
-            None => Error::Altered {
-                operation: Box::new(self.entry.operation.clone()),
-                step: self.entry.rank.step(),
-                rank: *world_rank,
-                peer,
-                part,
-                ledger,
-            },
-        };
-        control.end_with(*world_rank, error)
-    }
-
-    fn disagreement(&self, difference: Difference) -> Error {
-        let Peers {
-            id,
-            world_rank,
-            control,
-            ..
-        } = &self.peers;
-        let ranks = difference.ranks.into_iter();
-        let ranks = ranks.map(|rank| id.members()[rank]).collect();
-        let (step, ledger) = (self.entry.rank.step(), control.report());
-        let error = match difference.held {
-            Some(Held::Value(what)) => Error::Diverged {
-                what: what.as_str().to_owned(),
-                step,
-                ranks,
-                ledger,
-            },
-            held => Error::Disagreement {
-                operation: Box::new(match held {
-                    Some(Held::Result(operation)) => operation,
-                    _ => self.entry.operation.clone(),
-                }),
-                step,
-                ranks,
-                ledger,
-            },
-        };
-        control.end_with(*world_rank, error)
-    }
-
     /// Turns a withdrawal into the failure of the domain. Published sources stay until all ranks have read them, unless
     /// the domain has failed.
     fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
@@ -383,14 +244,13 @@ impl<T> fmt::Debug for Pending<T> {
 /// This rank's view of an operation's group.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
-    /// This rank's number in the group. `world_rank` is its number in the world.
-    pub(crate) rank: usize,
+    /// This rank's number in the world.
     pub(crate) world_rank: usize,
     /// The name of the engine.
     pub(crate) engine: &'static str,
     pub(crate) control: Arc<Control>,
-    /// The results that must be the same on all ranks, if ranks compare bytes.
-    pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
+    /// The comparison of bytes, if ranks compare them.
+    pub(crate) checked: Option<Arc<Checked>>,
     /// Keeps the group's engine alive while an operation is in progress.
     pub(crate) _handle: Arc<dyn Any + Send + Sync>,
 }

@@ -4,14 +4,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::checks;
+use super::checked::Checked;
 use super::pending::{Entry, Peers, Pending};
 use super::received::Received;
 use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
-    At, Carried, Check, Checks, Checksums, Claim, CommSpan, CommStage, Control, Error, Fault,
-    GroupId, Label, Ledger, Moment, Operation, OperationCounts, OperationKind, RankState, Replicas,
-    Seal, Sealed, Signature, lock,
+    At, Carried, Checks, Claim, CommSpan, CommStage, Control, Error, Fault, GroupId, Label, Ledger,
+    Operation, OperationCounts, RankState, Signature, lock,
 };
 use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
@@ -35,8 +34,8 @@ pub(super) struct Handle {
     pub(super) state: Arc<RankState>,
     pub(super) pool: BufferPool,
     progress: Mutex<Progress>,
-    /// Results that must be the same on all ranks, with [`Check::Agreement`].
-    replicas: Arc<Mutex<Replicas>>,
+    /// The comparison of bytes, with [`Check::Agreement`].
+    pub(super) checked: Option<Arc<Checked>>,
 }
 
 #[derive(Default)]
@@ -55,7 +54,9 @@ impl ProcessGroup {
         engine: Box<dyn Engine>,
         (state, pool): (Arc<RankState>, BufferPool),
     ) -> Self {
-        let id = GroupId::new(engine.control().world().number(), members);
+        let control = engine.control();
+        let id = GroupId::new(control.world().number(), members);
+        let checked = Checked::new((&id, rank), &state, control);
         Self(Arc::new(Handle {
             name,
             rank,
@@ -64,7 +65,7 @@ impl ProcessGroup {
             state,
             pool,
             progress: Mutex::default(),
-            replicas: Arc::default(),
+            checked,
         }))
     }
 
@@ -151,7 +152,7 @@ impl ProcessGroup {
 
     /// Returns true if the ranks compare bytes ([`Check::Agreement`]).
     pub fn compares_bytes(&self) -> bool {
-        self.0.state.check() == Check::Agreement
+        self.0.checked.is_some()
     }
 
     /// Arms a fault. If it names this rank, this rank fails once at the fault's point. All ranks may arm the same
@@ -212,7 +213,14 @@ impl ProcessGroup {
             into,
             bytes,
         } = contribution;
-        let checks = self.checks(&signature, &sources, !into.is_empty())?;
+        let checks = match &self.0.checked {
+            // If ranks read in place, a rank that receives an all-gather reads its own source later, and checks it then.
+            Some(checked) => {
+                let reads_later = !into.is_empty() && self.0.engine.reads_in_place();
+                checked.announce(&signature, &sources, reads_later)?
+            }
+            None => Checks::default(),
+        };
         self.flip_if_told(&mut sources);
         tracing::trace!(rank = self.world_rank(), %operation, bytes, "start");
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
@@ -238,65 +246,15 @@ impl ProcessGroup {
         state.note(&operation, CommStage::Start, bytes, start);
         let peers = Peers {
             id: self.0.id.clone(),
-            rank: self.rank(),
             world_rank: self.world_rank(),
             engine: self.engine(),
             control: self.control().clone(),
-            replicas: self.compares_bytes().then(|| self.0.replicas.clone()),
+            checked: self.0.checked.clone(),
             _handle: self.0.clone(),
         };
         Ok(Pending::new(peers, (started, wanted), entry, |received| {
             received
         }))
-    }
-
-    /// Returns the checksums for this rank's next claim: of the bytes that it contributes, and of results that it has
-    /// received. `receives` is true if it gets the operation's result.
-    fn checks(
-        &self,
-        signature: &Signature,
-        sources: &[Source],
-        receives: bool,
-    ) -> Result<Checks, Error> {
-        if !self.compares_bytes() {
-            return Ok(Checks::default());
-        }
-        let (rank, size) = (self.rank(), self.size());
-        // If ranks read in place, a rank that receives an all-gather reads its own source later, and checks it then.
-        let is_gather = signature.kind == OperationKind::AllGather;
-        let trusts_seals = is_gather && receives && self.0.engine.reads_in_place();
-        let given = checks::of_given(signature, (rank, size), sources, trusts_seals);
-        for (part, source) in sources.iter().enumerate() {
-            let Some(sealed) = source.note::<Sealed>() else {
-                continue;
-            };
-            // Most operations send all ranks the whole source, so its checksum is already known.
-            let to_first = signature.routes(rank, 0);
-            let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
-            if !(is_whole && Some(given[part]) == sealed.seal.checksums().whole()) {
-                self.check_sealed(sealed, source.as_bytes())?;
-            }
-        }
-        Ok(Checks {
-            given,
-            results: lock(&self.0.replicas).take_untold(),
-        })
-    }
-
-    /// Returns the current step and last operation of this rank.
-    pub(crate) fn moment(&self) -> Moment {
-        self.0.state.moment()
-    }
-
-    /// Returns a seal with these checksums and the current moment.
-    pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
-        let written = self.moment();
-        Seal::new(checksums, written)
-    }
-
-    /// Stores the checksum of a value that must be the same on all ranks; the next operation announces it.
-    pub(crate) fn hold_value(&self, told: (u64, u64), what: Label) {
-        lock(&self.0.replicas).hold_value(told, self.size(), what);
     }
 
     /// Flips a bit of the bytes that this rank contributes, if a fault is armed for it.

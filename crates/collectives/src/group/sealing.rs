@@ -9,8 +9,8 @@ impl ProcessGroup {
     /// Seals bytes that this rank holds; `None` if ranks do not compare bytes
     /// ([`Check::Agreement`](crate::Check::Agreement)).
     pub fn seal(&self, bytes: &[u8]) -> Option<Seal> {
-        self.compares_bytes()
-            .then(|| self.sealed(Checksums::of(bytes)))
+        let checked = self.0.checked.as_ref()?;
+        Some(checked.sealed(Checksums::of(bytes)))
     }
 
     /// Checks that bytes match their seal, and ends the group's failure domain if not. `what` describes the bytes by
@@ -43,18 +43,11 @@ impl ProcessGroup {
         bytes: &[u8],
         what: impl FnOnce() -> String,
     ) -> Result<(), Error> {
-        if seal.is_of(bytes) {
-            return Ok(());
+        match &self.0.checked {
+            Some(checked) => checked.check_seal(seal, bytes, what),
+            // Without a comparison there are no seals.
+            None => Ok(()),
         }
-        let (rank, control) = (self.world_rank(), self.control());
-        let error = Error::AlteredAtRest {
-            what: what(),
-            rank,
-            written: Box::new(seal.written().clone()),
-            found: Box::new(self.moment()),
-            ledger: control.report(),
-        };
-        Err(control.end_with(rank, error))
     }
 
     /// Calls [`check_seal`](Self::check_seal) with the description of the sealed value.
@@ -80,8 +73,8 @@ impl ProcessGroup {
     /// [`Error::Diverged`] that names them. All ranks must use the same `number` for the same state of a value, and for
     /// nothing else. Does nothing if ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
-        if self.compares_bytes() {
-            self.hold_value((number, seal.checksums().together()), what());
+        if let Some(checked) = &self.0.checked {
+            checked.hold_value((number, seal.checksums().together()), what());
         }
     }
 }

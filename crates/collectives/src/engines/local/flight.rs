@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::round::{Round, Sources};
 use super::team::Team;
-use super::transfer;
+use super::transfer::{self, Combined};
 use burn_fsdp_rendezvous::{Checksums, Extent, Meeting, OperationKind, Reduction, Signature};
 use burn_fsdp_transport::{
-    AlteredPart, Awaited, Buffer, Combined, Completion, Findings, Flight, Source, Withdrawn,
+    AlteredPart, Awaited, Buffer, Completion, Findings, Flight, Source, Withdrawn,
 };
 
 /// An operation for which this rank has published its part.

@@ -6,8 +6,23 @@
 use std::ops::Range;
 
 use super::round::Sources;
-use burn_fsdp_rendezvous::{Checksums, ElementType, Extent, Reduction, Route};
-use burn_fsdp_transport::{Buffer, Combined, copy, copy_and_read, reduce, reduce_and_read};
+use burn_fsdp_rendezvous::{Checksums, ElementType, Extent, Reading, Reduction, Route};
+use burn_fsdp_transport::{Buffer, copy, copy_and_read, reduce, reduce_and_read};
+
+/// The checksums of a reduction.
+pub(super) struct Combined {
+    /// Checksum of each addend, in rank order.
+    pub(super) addends: Vec<u64>,
+    /// Checksum of the combined result.
+    pub(super) result: u64,
+}
+
+/// Copies bytes, and returns their checksum.
+fn copied(from: &[u8], to: &mut [u8]) -> u64 {
+    let mut read = Reading::default();
+    copy_and_read(from, to, |bytes| read.update(bytes));
+    read.finalize()
+}
 
 /// Copies the bytes that one rank sends to another, part by part. Returns the first part that does not match the
 /// announced checksum, if there is one.
@@ -25,7 +40,7 @@ pub(super) fn copy_all(
             copy(from, to);
             continue;
         };
-        if copy_and_read(from, to) != told[part] {
+        if copied(from, to) != told[part] {
             altered = altered.or(Some(part));
         }
     }
@@ -51,7 +66,7 @@ pub(super) fn join(
             let range = byte_range(extent, rank, reduction.output_of(extent.element));
             let (from, to) = (slices[rank][part].as_bytes(), &mut full[range]);
             if reads {
-                pieces[rank] = (from.len(), copy_and_read(from, to))
+                pieces[rank] = (from.len(), copied(from, to))
             } else {
                 copy(from, to)
             }
@@ -80,7 +95,16 @@ pub(super) fn combine(
             .map(|tensors| &tensors[part].as_bytes()[range.clone()]);
         let (addends, out) = (addends.collect::<Vec<_>>(), buffer.as_mut());
         if reads {
-            combined.push(reduce_and_read(reduction, extent.element, &addends, out))
+            let mut read: Vec<Reading> = (0..=addends.len()).map(|_| Reading::default()).collect();
+            reduce_and_read(reduction, extent.element, &addends, out, |which, bytes| {
+                read[which].update(bytes);
+            });
+            let mut sums: Vec<u64> = read.into_iter().map(Reading::finalize).collect();
+            let result = sums.pop().unwrap_or_default();
+            combined.push(Combined {
+                addends: sums,
+                result,
+            });
         } else {
             reduce(reduction, extent.element, &addends, out)
         }
