@@ -87,10 +87,6 @@ const TRAIN_AFTER_LONG_HELP: &str = "\
 Environment:
   BURN_FSDP_ENGINE   local: ranks are threads, even under mpirun; mpi: each process is a rank
   RAYON_NUM_THREADS  default of --threads, the threads of each rank
-  BURN_FSDP_FAULT    make a rank fail on purpose:
-                     rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
-                     rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
-                     (steps count from 0, warmup included)
   RUST_LOG           log filter for stderr [default: off]
 
 Exit code: see `burn-fsdp --help`";

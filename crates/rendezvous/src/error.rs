@@ -225,6 +225,16 @@ pub enum Error {
         problem: String,
     },
 
+    /// A fault that was requested from a program without fault injection.
+    #[error(
+        "the fault \"{text}\" cannot happen, because this program was built without fault injection; build it with \
+         the feature `faults`, or do not request a fault"
+    )]
+    NoFaults {
+        /// The requested fault.
+        text: String,
+    },
+
     /// A mesh whose number of ranks differs from the group's.
     #[error(
         "mesh {mesh} has {mesh_size} ranks, but group \"{group}\" has {group_size}; make the product of the mesh \

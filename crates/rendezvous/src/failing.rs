@@ -1,10 +1,56 @@
 //! Parsing a [`Fault`] from text, and triggering it.
 
 use std::str::FromStr;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use super::error::Error;
 use super::fault::{At, Fault, How};
+use super::lock::lock;
+
+/// Exclusive upper bound on the number of values that a flip skips before it triggers.
+const MOST_PASSED: u64 = 4;
+
+/// The fault that is armed on a rank, if any, with the number of values that a flip has skipped.
+#[derive(Debug, Default)]
+pub(crate) struct Faults(Mutex<Option<(Fault, u64)>>);
+
+impl Faults {
+    pub(crate) fn arm(&self, fault: Fault) {
+        *lock(&self.0) = Some((fault, 0));
+    }
+
+    /// Returns true if a flip is armed for this point in this step.
+    pub(crate) fn flips_at(&self, step: Option<u64>, at: At) -> bool {
+        let is_here = |(fault, _): &(Fault, u64)| fault.is_at(step, at) && fault.flips();
+        lock(&self.0).as_ref().is_some_and(is_here)
+    }
+
+    /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed and has skipped the
+    /// values before this one. Each fault triggers once, and never on an empty value.
+    pub(crate) fn flip(&self, step: Option<u64>, at: At, num_bytes: usize) -> Option<usize> {
+        if !self.flips_at(step, at) || num_bytes == 0 {
+            return None;
+        }
+        let mut armed = lock(&self.0);
+        let (fault, passed) = armed.as_mut()?;
+        *passed += 1;
+        if *passed <= fault.places_passed() {
+            return None;
+        }
+        let bit = fault.bit(num_bytes);
+        *armed = None;
+        Some(bit)
+    }
+
+    /// Triggers the fault that is armed for this point in this step, unless it is a flip: panics, stalls or returns an
+    /// error. Each fault triggers once.
+    pub(crate) fn strike(&self, step: Option<u64>, at: At) -> Result<(), Error> {
+        let is_here = |(fault, _): &mut (Fault, u64)| fault.is_at(step, at) && !fault.flips();
+        let struck = lock(&self.0).take_if(is_here);
+        struck.map_or(Ok(()), |(fault, _)| fault.strike())
+    }
+}
 
 impl Fault {
     /// Parses a fault in the syntax [`SYNTAX`](Self::SYNTAX). Its fields may be in any order.
@@ -52,8 +98,31 @@ impl Fault {
         Err(invalid(problem.to_owned()))
     }
 
+    fn is_at(&self, step: Option<u64>, at: At) -> bool {
+        self.at == at && step == Some(self.step)
+    }
+
+    /// Returns true if the fault only changes data and causes no failure by itself.
+    fn flips(&self) -> bool {
+        self.how == How::Flip
+    }
+
+    /// Returns the number of values that the fault skips before it triggers.
+    fn places_passed(&self) -> u64 {
+        self.seed % MOST_PASSED
+    }
+
+    /// Returns the index of the bit to flip in `num_bytes` bytes; `num_bytes` must be at least 1. With seed 0 it is the
+    /// first bit of the middle byte.
+    fn bit(&self, num_bytes: usize) -> usize {
+        // The factor is odd, so all bits of the seed matter.
+        let mixed = (self.seed / MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
+        8 * byte + (mixed >> 4) as usize % 8
+    }
+
     /// Panics, stalls or returns an error, as specified. Does nothing for a flip.
-    pub(crate) fn strike(self) -> Result<(), Error> {
+    fn strike(self) -> Result<(), Error> {
         match self.how {
             How::Panic => panic!("the fault \"{self}\" made this rank panic"),
             // The owner of the value flips the bit.

@@ -1,4 +1,6 @@
 //! Failures on demand, to test the behaviour of programs when a rank fails.
+//!
+//! Only the feature `faults` makes them happen. Without it, no [`Fault`] can be created, so none is ignored.
 
 use std::fmt;
 
@@ -7,13 +9,16 @@ use std::fmt;
 /// ```
 /// use burn_fsdp_rendezvous::{At, Fault, How};
 ///
+/// # #[cfg(feature = "faults")] {
 /// let fault = Fault::parse("rank:1,step:3,at:backward,how:panic")?;
 /// assert_eq!(fault, Fault::new(1, 3, At::Backward, How::Panic));
 /// let flip = Fault::parse("rank:1,step:3,at:shard,how:flip,seed:5")?;
 /// assert_eq!(flip, Fault::new(1, 3, At::Shard, How::Flip).seed(5));
+/// # }
 /// # Ok::<(), burn_fsdp_rendezvous::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Fault {
     /// The rank of the world that fails.
     pub rank: usize,
@@ -72,10 +77,8 @@ impl Fault {
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
-    /// Exclusive upper bound on the number of values that a flip skips before it triggers.
-    const MOST_PASSED: u64 = 4;
-
     /// Creates a fault with seed 0.
+    #[cfg(feature = "faults")]
     pub fn new(rank: usize, step: u64, at: At, how: How) -> Self {
         let seed = 0;
         Self {
@@ -88,31 +91,11 @@ impl Fault {
     }
 
     /// Sets the seed, which selects one of the first four values at the point and one of its bits.
+    #[cfg(feature = "faults")]
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
-    }
-}
-
-impl Fault {
-    /// Returns true if the fault only changes data and causes no failure by itself.
-    pub(crate) fn flips(&self) -> bool {
-        self.how == How::Flip
-    }
-
-    /// Returns the number of values that the fault skips before it triggers.
-    pub(crate) fn places_passed(&self) -> u64 {
-        self.seed % Self::MOST_PASSED
-    }
-
-    /// Returns the index of the bit to flip in `num_bytes` bytes; `num_bytes` must be at least 1. With seed 0 it is the
-    /// first bit of the middle byte.
-    pub(crate) fn bit(&self, num_bytes: usize) -> usize {
-        // The factor is odd, so all bits of the seed matter.
-        let mixed = (self.seed / Self::MOST_PASSED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let byte = (num_bytes / 2 + (mixed >> 8) as usize % num_bytes) % num_bytes;
-        8 * byte + (mixed >> 4) as usize % 8
     }
 }
 

@@ -16,6 +16,7 @@ mod control;
 mod counts;
 mod element;
 mod error;
+#[cfg(feature = "faults")]
 mod failing;
 mod fault;
 mod fingerprint;
@@ -23,6 +24,8 @@ mod identity;
 mod label;
 mod ledger;
 mod lock;
+#[cfg(not(feature = "faults"))]
+mod not_failing;
 mod operation;
 mod patience;
 mod rank_state;

@@ -8,9 +8,13 @@ use super::agreement::Check;
 use super::carried::{Carried, Watcher};
 use super::checksum::Checksums;
 use super::error::Error;
+#[cfg(feature = "faults")]
+use super::failing::Faults;
 use super::fault::{At, Fault};
 use super::ledger::{EntryState, Ledger};
 use super::lock::lock;
+#[cfg(not(feature = "faults"))]
+use super::not_failing::Faults;
 use super::operation::Operation;
 use super::recording::{CommSpan, CommStage, Recording};
 use super::seal::{Moment, Seal};
@@ -25,7 +29,9 @@ pub struct RankState {
     recording: Mutex<Option<Recording>>,
     /// The callback that receives checksums, if any.
     watcher: Mutex<Option<Watcher>>,
-    faults: Mutex<Faults>,
+    /// The current step, if it was set.
+    step: Mutex<Option<u64>>,
+    faults: Faults,
     vault: Vault,
     /// The data that the rank compares with the other ranks.
     check: Check,
@@ -33,34 +39,18 @@ pub struct RankState {
     num_groups: AtomicU64,
 }
 
-#[derive(Debug, Default)]
-struct Faults {
-    armed: Option<Fault>,
-    /// The number of values that an armed flip has skipped.
-    passed: u64,
-    step: Option<u64>,
-}
-
-impl Faults {
-    /// Returns true if a flip is armed for this point in this step.
-    fn flips_at(&self, at: At) -> bool {
-        let is_here = |fault: &Fault| fault.flips() && fault.at == at;
-        let armed = self.armed.filter(is_here);
-        armed.is_some_and(|fault| self.step == Some(fault.step))
-    }
-}
-
 impl RankState {
     /// Returns the state of a rank of the world that has not started anything. `check` is the data that it compares
     /// with the other ranks.
     pub fn new(world_rank: usize, check: Check) -> Self {
-        let (ledger, recording, watcher, faults, vault) = Default::default();
+        let (ledger, recording, watcher, step, vault) = Default::default();
         Self {
             world_rank,
             ledger,
             recording,
             watcher,
-            faults,
+            step,
+            faults: Faults::default(),
             vault,
             check,
             num_groups: AtomicU64::new(0),
@@ -146,35 +136,24 @@ impl RankState {
     /// Arms a fault if it names this rank.
     pub fn set_fault(&self, fault: Fault) {
         if fault.rank == self.world_rank {
-            let mut faults = lock(&self.faults);
-            (faults.armed, faults.passed) = (Some(fault), 0);
+            self.faults.arm(fault);
         }
     }
 
     /// Sets the rank's current step.
     pub fn begin_step(&self, step: u64) {
-        lock(&self.faults).step = Some(step);
+        *lock(&self.step) = Some(step);
     }
 
     /// Returns true if a flip is armed for this point in this step.
     pub fn awaits_flip(&self, at: At) -> bool {
-        lock(&self.faults).flips_at(at)
+        self.faults.flips_at(self.step(), at)
     }
 
     /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed and has skipped the
     /// values before this one. Each fault triggers once, and never on an empty value.
     pub fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
-        let mut faults = lock(&self.faults);
-        if !faults.flips_at(at) || num_bytes == 0 {
-            return None;
-        }
-        let fault = faults.armed?;
-        faults.passed += 1;
-        if faults.passed <= fault.places_passed() {
-            return None;
-        }
-        faults.armed = None;
-        Some(fault.bit(num_bytes))
+        self.faults.flip(self.step(), at, num_bytes)
     }
 
     /// Returns the rank's current step and last operation.
@@ -195,7 +174,7 @@ impl RankState {
 
     /// Returns the current step of the rank, if it was set.
     pub fn step(&self) -> Option<u64> {
-        lock(&self.faults).step
+        *lock(&self.step)
     }
 
     /// Triggers the fault that is armed for this point in this step, unless it is a flip: panics, stalls or returns an
@@ -205,13 +184,6 @@ impl RankState {
     ///
     /// [`Error::Injected`].
     pub fn fault_point(&self, at: At) -> Result<(), Error> {
-        let struck = {
-            let mut faults = lock(&self.faults);
-            let step = faults.step;
-            faults
-                .armed
-                .take_if(|fault| fault.at == at && step == Some(fault.step) && !fault.flips())
-        };
-        struck.map_or(Ok(()), Fault::strike)
+        self.faults.strike(self.step(), at)
     }
 }

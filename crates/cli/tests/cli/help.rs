@@ -18,7 +18,7 @@ const RARE: [&str; 12] = [
     "--unit-size",
     "--utilization",
     "--warmup",
-    "BURN_FSDP_FAULT",
+    "BURN_FSDP_ENGINE",
 ];
 
 /// Prints the help of a command on a terminal of unknown width.
