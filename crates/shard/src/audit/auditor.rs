@@ -100,6 +100,11 @@ impl Auditor {
         Tag::draw(self.rank, parameter, number)
     }
 
+    /// Returns the tag of a gradient of `parameter` that no event has announced. No sum expects it.
+    pub(crate) fn stray(&self, parameter: usize) -> Tag {
+        Tag::draw(self.rank, parameter, u64::MAX)
+    }
+
     /// Begins a step. Does nothing if a step is in progress and past its first operation (`is_at_start` is false).
     /// `choice` returns the switches of the units, and `order` the hash of the order to follow. Both are equal on all
     /// ranks.

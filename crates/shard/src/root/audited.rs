@@ -1,8 +1,8 @@
 //! The observer of a step's gradients, on behalf of the audit.
 //!
 //! Gradients do not carry their tags. The engine reports each event of a gradient in the function that computes it, and
-//! the observer moves the tag from one [`Station`] to the next. A tag leaves its station when it is moved. So a gradient
-//! that is moved without an event, or twice, arrives with the wrong tag, like one that is lost.
+//! the observer moves the tag from one [`Station`] to the next. A tag leaves its station when it is moved. So the tag of
+//! a gradient that is lost is missing from the result, and a gradient that is used twice gets a tag that no sum expects.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -146,7 +146,7 @@ impl Audited {
             let tag = self.passing.get_mut(&leaf.value).and_then(Vec::pop);
             let is_auditing = self.auditor.is_auditing();
             if let Some(parameter) = self.parameter_of(leaf).filter(|_| is_auditing) {
-                let tag = tag.unwrap_or(Tag::from(0));
+                let tag = tag.unwrap_or_else(|| self.auditor.stray(parameter));
                 self.auditor.arrived(parameter, tag);
             }
         }
@@ -168,9 +168,10 @@ impl Audited {
         }
     }
 
-    /// Takes the tag of a gradient. A gradient that no event has brought here has none, so the audit misses it.
+    /// Takes the tag of a gradient. A gradient that no event has brought here gets one that no sum expects.
     fn take(&mut self, at: (usize, Station)) -> Tag {
-        self.tags.remove(&at).unwrap_or(Tag::from(0))
+        let tag = self.tags.remove(&at);
+        tag.unwrap_or_else(|| self.auditor.stray(at.0))
     }
 
     fn add(&mut self, at: (usize, Station), tag: Tag) {
