@@ -57,12 +57,19 @@ pub(crate) struct Generation {
     /// The device of full parameters, without autodiff, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     pub(super) values: Mutex<Values>,
-    children: Mutex<Vec<(Transition, Weak<Generation>)>>,
-    num_children: Mutex<[usize; 4]>,
+    children: Mutex<Children>,
     /// References from copies of the module to the parameters in this generation.
     pub(crate) holders: Holders,
     /// A cached view of a copy whose parameters are in several generations, of which this is the first.
     view: Mutex<Option<View>>,
+}
+
+/// The generations that passes over a module have created from one.
+#[derive(Default)]
+struct Children {
+    known: Vec<(Transition, Weak<Generation>)>,
+    /// Number of children that each transition has ever created.
+    counts: [usize; 4],
 }
 
 /// A joint generation with values from several generations.
@@ -121,7 +128,6 @@ impl Generation {
             pieces: Mutex::default(),
             compute: Mutex::new(compute),
             children: Mutex::default(),
-            num_children: Mutex::default(),
         });
         if let Some(parent) = parent {
             (0..generation.unit.slots.len()).for_each(|slot| generation.keep_seal(slot, parent));
@@ -320,18 +326,17 @@ impl Generation {
         value: &Shown,
     ) -> Arc<Self> {
         let mut children = self.children.lock();
-        children.retain(|(_, child)| child.strong_count() > 0);
-        let open = children.iter().rev().find_map(|(made_by, child)| {
+        let Children { known, counts } = &mut *children;
+        known.retain(|(_, child)| child.strong_count() > 0);
+        let open = known.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
             // A generation that only a backward graph still holds is not being filled.
             let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
         let child = open.unwrap_or_else(|| {
-            let mut counts = self.num_children.lock();
             counts[transition as usize] += 1;
             let epoch = mix(self.epoch(), transition, counts[transition as usize]);
-            drop(counts);
             let version = match transition {
                 Transition::Map => epoch,
                 _ => self.version(),
@@ -343,7 +348,7 @@ impl Generation {
                 version,
                 Some(self),
             );
-            children.push((transition, Arc::downgrade(&child)));
+            known.push((transition, Arc::downgrade(&child)));
             child
         });
         drop(children);

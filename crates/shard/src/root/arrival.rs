@@ -171,7 +171,7 @@ impl Arrived {
         }
     }
 
-    /// Returns the next reduced gradient, that of a slot, as a tensor in the shard's type; `None` if no rank has it.
+    /// Returns the next reduced gradient, which belongs to a slot, in the type of the shard; `None` if no rank has it.
     pub(super) fn next(
         &mut self,
         audited: &mut Audited,
