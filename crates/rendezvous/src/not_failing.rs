@@ -7,7 +7,7 @@ use super::fault::{At, Fault};
 
 /// No fault.
 #[derive(Debug, Default)]
-pub(crate) struct Faults;
+pub(crate) struct Faults {}
 
 impl Faults {
     pub(crate) fn arm(&self, _: Fault) {}
