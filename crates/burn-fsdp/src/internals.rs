@@ -71,12 +71,15 @@ pub mod checkpoint {
 /// The stages of the compiler, its graph and passes, custom operations, and certificates.
 pub mod compile {
     pub use crate::compiled::{restore_compiled_matching, snapshot_compiled_matching};
+    pub use burn_fsdp_certificate::{
+        Certificate, certify, certify_at, compile_from, compile_on, compile_with, prove,
+    };
     pub use burn_fsdp_spmd::{
-        BackendIr, Certificate, CustomOpIr, CustomOperation, CustomOperations, DataParallel,
-        DoraAdapter, DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState,
-        IdleTensor, LazyDora, LazyLora, Loss, MoveError, OptimizerState, Override, OverrideError,
-        ProofError, ScaleError, ShardSpec, cast_floats, certify, certify_at, compile_from,
-        compile_on, compile_with, graph, kernels, lower, passes, place, prove, run, trace,
+        BackendIr, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DoraAdapter,
+        DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState, IdleTensor,
+        LazyDora, LazyLora, Loss, Lower, Lowered, Lowering, MoveError, OptimizerState, Override,
+        OverrideError, PassHook, ProofError, ScaleError, ShardSpec, StepGraphs, Summary,
+        cast_floats, graph, kernels, lower, passes, place, run, trace,
     };
 }
 

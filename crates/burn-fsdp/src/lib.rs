@@ -139,10 +139,11 @@ pub mod checkpoint {
 /// Compiles a whole train step into one graph, and converts state from and to sharded modules.
 pub mod compile {
     pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
+    pub use burn_fsdp_certificate::compile;
     pub use burn_fsdp_spmd::passes::schedule::Options;
     pub use burn_fsdp_spmd::{
         Batch, BatchMapper, CompiledStep, Evaluation, Expand, LossScaling, Mode, OptimizerGroups,
-        compile, named_activation,
+        named_activation,
     };
 }
 

@@ -368,7 +368,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan that does not compute the traced step, detected by the proof for its [certificate](crate::Certificate).
+    /// A plan that does not compute the traced step, detected by its proof.
     #[error(
         "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; turn the pass off \
          where an option allows it, and report this",

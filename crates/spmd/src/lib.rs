@@ -60,7 +60,6 @@
 #[cfg(test)]
 extern crate self as burn_fsdp_spmd;
 
-mod certificate;
 mod compile;
 mod custom;
 mod dump;
@@ -70,13 +69,13 @@ mod initial;
 mod kernels;
 mod lazy_dora;
 mod lazy_lora;
-mod low_bit;
+pub mod low_bit;
 mod lower;
 mod mode;
 #[cfg(test)]
 #[path = "../tests/spmd/models.rs"]
 mod models;
-mod norm;
+pub mod norm;
 mod panics;
 mod parts;
 mod pass_id;
@@ -90,7 +89,6 @@ mod transform;
 
 pub use burn_fsdp_kernels::HalfProducts;
 pub use burn_fsdp_mesh::{LossScalerState, LossScaling, Strategy};
-pub use certificate::{Certificate, prove};
 pub use compile::{
     CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile,
     compile_from, compile_on, compile_with,
@@ -102,10 +100,11 @@ pub use initial::ShardSpec;
 pub use kernels::kernels;
 pub use lazy_dora::{DoraAdapter, LazyDora};
 pub use lazy_lora::LazyLora;
-pub use lower::{certify, certify_at, lower};
-pub use mode::Mode;
+pub use lower::{Lower, Lowered, Lowering, Summary, lower};
+pub use mode::{Certify, Mode};
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
+pub use stages::{PassHook, StepGraphs};
 pub use trace::{Batch, BatchMapper, Loss, OptimizerGroups, cast_floats, named_activation};
 
 /// Burn's types for the call and tensors of a [`CustomOperation`], and the trait of backends that run steps.

@@ -36,14 +36,16 @@ const FORMATS: [StateFormat; 2] = [StateFormat::Bf16, StateFormat::Block8];
 
 /// What an operation does with a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StateOperation {
+pub enum StateOperation {
+    /// It widens a rounded state.
     Widen(StateFormat),
+    /// It rounds a state.
     Round(StateFormat),
 }
 
 impl StateOperation {
     /// Returns what a custom operation does with a state; `None` for any other operation.
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    pub fn named(name: &str) -> Option<Self> {
         let named = |format: &StateFormat| {
             if name == widening(*format) {
                 Some(Self::Widen(*format))
@@ -55,7 +57,7 @@ impl StateOperation {
     }
 
     /// Returns what an operation does with a state; `None` for any other operation.
-    pub(crate) fn of(operation: &OperationIr) -> Option<Self> {
+    pub fn of(operation: &OperationIr) -> Option<Self> {
         match operation {
             OperationIr::Custom(call) => Self::named(&call.id),
             _ => None,
@@ -96,17 +98,22 @@ pub(crate) fn round(bits: LowBits, name: &str, from: TensorIr, into: TensorId) -
 
 /// The numbers that a call of the operation that rounds states carries.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RoundCall {
+pub struct RoundCall {
     /// The seed of the draws.
-    pub(crate) seed: u64,
+    pub seed: u64,
     /// Number of elements of the whole state.
-    pub(crate) len: usize,
+    pub len: usize,
     /// Flat index of the first element, which the executor appends if ranks have shards.
-    pub(crate) start: usize,
+    pub start: usize,
 }
 
 impl RoundCall {
-    pub(crate) fn of(call: &CustomOpIr) -> Result<Self, String> {
+    /// Reads the numbers of a call.
+    ///
+    /// # Errors
+    ///
+    /// A description of a call that does not have them.
+    pub fn of(call: &CustomOpIr) -> Result<Self, String> {
         let numbers = call.scalars.iter().map(|scalar| match scalar {
             ScalarIr::UInt(number) => Some(*number),
             _ => None,

@@ -29,7 +29,7 @@ use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
-use certify::Certify;
+pub use certify::Certify;
 use division::Division;
 use owners::Owners;
 
@@ -45,9 +45,6 @@ pub struct Mode {
     certified: Certify,
     /// Fingerprints of the proved plans, if only these may run.
     proved: Option<BTreeSet<u64>>,
-    /// Replaces the passes of the mode with faulty ones.
-    #[cfg(test)]
-    planted: Option<certify::Planted>,
     /// The seed of random numbers; without one, the backend draws them.
     seed: Option<u64>,
     user: UserPasses,
@@ -163,8 +160,6 @@ impl Mode {
             verify: cfg!(debug_assertions),
             certified: Certify::default(),
             proved: None,
-            #[cfg(test)]
-            planted: None,
             seed: None,
             user: UserPasses::default(),
             dump: None,

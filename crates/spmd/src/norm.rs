@@ -49,9 +49,9 @@ pub(crate) fn with_norms<B: BackendIr>(operations: CustomOperations<B>) -> Custo
 }
 
 /// Name of the operation that computes the norm of a rank's gradients.
-pub(crate) const LOCAL_NORM: &str = "burn_fsdp.local_norm";
+pub const LOCAL_NORM: &str = "burn_fsdp.local_norm";
 /// Name of the operation that computes clipping factors.
-pub(crate) const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";
+pub const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";
 
 struct LocalNorm;
 
@@ -131,7 +131,7 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
 }
 
 /// Returns the clipping settings that a call of either operation carries.
-pub(crate) fn scalars(clip: &Clip) -> Vec<ScalarIr> {
+pub fn scalars(clip: &Clip) -> Vec<ScalarIr> {
     let order = match clip.measured() {
         Norm::P(p) => p,
         Norm::Infinity => f64::INFINITY,

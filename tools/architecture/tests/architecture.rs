@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 22] = [
+const ALLOWED: [(&str, &[&str]); 24] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -49,6 +49,15 @@ const ALLOWED: [(&str, &[&str]); 22] = [
         ],
     ),
     (
+        "burn-fsdp-certificate",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-tensors",
+            "burn-fsdp-kernels",
+            "burn-fsdp-spmd",
+        ],
+    ),
+    (
         "burn-fsdp-plan",
         &["burn-fsdp-collectives", "burn-fsdp-spmd"],
     ),
@@ -61,6 +70,7 @@ const ALLOWED: [(&str, &[&str]); 22] = [
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
             "burn-fsdp-spmd",
+            "burn-fsdp-certificate",
             "burn-fsdp-plan",
         ],
     ),
@@ -81,6 +91,7 @@ const ALLOWED: [(&str, &[&str]); 22] = [
     ("burn-fsdp-architecture", &[]),
     ("burn-fsdp-shard-tests", &["burn-fsdp-shard"]),
     ("burn-fsdp-spmd-tests", &[]),
+    ("burn-fsdp-certificate-tests", &[]),
     ("burn-fsdp-plan-tests", &[]),
     ("burn-fsdp-facade-tests", &[]),
 ];

@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
-use crate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
-use crate::lower::{Lowered, lower_all};
+use crate::lower::{Lower, Lowered, Lowering, Summary, lower_dumped};
 use crate::mode::{Mode, Purpose};
 use crate::stages::StepGraphs;
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
@@ -41,8 +40,8 @@ pub(super) struct Made {
     /// Fingerprint of all graphs.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
-    /// The proof that the plan computes what was traced, if there is one.
-    pub(super) certificate: Option<Arc<Certificate>>,
+    /// The summary of the plan, if its lowering made one.
+    pub(super) summary: Option<Arc<dyn Summary>>,
 }
 
 #[derive(Debug, Clone)]
@@ -89,6 +88,8 @@ pub(super) struct Setting<'a, Be: BackendIr> {
 /// The graphs that were created, and the tracer that creates others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
+    /// Makes plans of traces.
+    pub(super) lower: Lower,
     /// The cached graphs, with the most recently used ones at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
@@ -103,6 +104,7 @@ impl<B: Batch> Graphs<B> {
     pub(super) fn new(tracer: Tracer<B>) -> Self {
         Self {
             tracer,
+            lower: |graph, step: Lowering<'_>| step.lower(graph),
             kept: VecDeque::new(),
             num_traces: 0,
             number: STEPS.fetch_add(1, Relaxed),
@@ -197,10 +199,7 @@ impl<B: Batch> Graphs<B> {
         check_optimizer(&graph, mode, setting.scalars)?;
         let graph = mode.prepare(graph)?;
         let stepped = Arc::new(stepped(&graph));
-        let Lowered {
-            graphs,
-            certificate,
-        } = lower_all(graph, mode, purpose)?;
+        let Lowered { graphs, summary } = lower_dumped(graph, mode, purpose, self.lower)?;
         let fingerprint = graphs.fingerprint();
         let compiled = match graphs {
             StepGraphs::Whole(graph) => Compiled::Whole(Arc::from(graph)),
@@ -225,7 +224,7 @@ impl<B: Batch> Graphs<B> {
                 compiled,
                 fingerprint,
                 stepped,
-                certificate,
+                summary,
             },
             traced: Some(Box::new(traced)),
         })
@@ -233,10 +232,10 @@ impl<B: Batch> Graphs<B> {
 }
 
 impl<B> Graphs<B> {
-    /// Returns the proof of the graph that was used last.
-    pub(super) fn certificate(&self) -> Option<&Certificate> {
+    /// Returns the summary of the graph that was used last.
+    pub(super) fn summary(&self) -> Option<&dyn Summary> {
         let (_, last) = self.kept.back()?;
-        last.made.certificate.as_deref()
+        last.made.summary.as_deref()
     }
 
     /// Returns the number of keys whose graphs are cached.

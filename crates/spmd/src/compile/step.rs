@@ -17,11 +17,11 @@ use super::idle::IdleState;
 use super::pending::{Pending, Prepared};
 use super::restored::Restored;
 use super::scaler::Scaler;
-use crate::certificate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::initial::InitialValues;
+use crate::lower::{Lower, Summary};
 use crate::mode::{Mode, Purpose};
 use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Results, Timeline};
@@ -108,6 +108,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     #[must_use]
     pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
+        self
+    }
+
+    /// Sets the function that makes plans of traces, such as one that also proves them. All ranks must set the same one,
+    /// before the first step.
+    #[must_use]
+    pub fn lowered_by(mut self, lower: Lower) -> Self {
+        self.graphs.lower = lower;
         self
     }
 
@@ -258,10 +266,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.current.as_deref()
     }
 
-    /// Returns the proof that the most recently used graph computes what was traced; `None` if it was not
-    /// [proved](Mode::certified).
-    pub fn certificate(&self) -> Option<&Certificate> {
-        self.graphs.certificate()
+    /// Returns the summary that the [lowering](Self::lowered_by) of the most recently used graph made. It is the
+    /// certificate of a graph that was [proved](Mode::certified), and `None` for other graphs.
+    pub fn certificate(&self) -> Option<&dyn Summary> {
+        self.graphs.summary()
     }
 
     /// Returns the graph that [`step`](Self::step) would run for a batch, created if necessary. With a scaled loss, it

@@ -8,7 +8,7 @@ use crate::pass_id::PassId;
 #[non_exhaustive]
 pub enum ProofError {
     /// A plan whose list of operations differs from its twin's. The twin is the plan of the same step at small shapes,
-    /// which can be proved: see [`certify_at`](crate::certify_at).
+    /// which can be proved.
     #[error(
         "the plan of the run differs from the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; \
          {}",
@@ -36,6 +36,13 @@ pub enum ProofError {
         /// Number of operations in the plan.
         nodes: usize,
     },
+
+    /// A step that must be [proved](crate::Mode::certified), but was compiled without a prover.
+    #[error(
+        "the mode requests a proof of each plan, but this step was compiled without a prover; compile it with \
+         `burn_fsdp::compile::compile`, which proves plans, or leave out `Mode::certified`"
+    )]
+    NoProver,
 }
 
 /// Returns the advice for a plan that differs from its twin.

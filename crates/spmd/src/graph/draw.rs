@@ -45,7 +45,11 @@ impl Draw {
     }
 
     /// Returns the start of a rank's part in each dim. `along` returns the rank's index on a mesh axis.
-    pub(crate) fn start(
+    ///
+    /// # Errors
+    ///
+    /// The errors of `along`; a description of a draw that does not have a split dim.
+    pub fn start(
         &self,
         along: impl Fn(&str) -> Result<usize, String>,
     ) -> Result<Vec<usize>, String> {

@@ -61,19 +61,19 @@ use burn_fsdp_mesh::{Mesh, Placement};
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
 pub use draw::Draw;
 pub use flops::Flops;
+pub use node::rename;
 pub use node::{CustomProfile, Node, Phase, ScalarSlot};
-pub use operation::operation_name;
+pub use operation::{Trait, is, operation_name};
 pub use owned::Absent;
 pub use shift::AxisShift;
+pub use sizes::Sizes;
 pub use storage::{Storage, storage_of};
-pub use value::{Parameter, Role, Update, Value};
+pub use value::{Owner, Parameter, Role, Update, Value};
 
 pub(crate) use draw::random_of;
-pub(crate) use node::{rename, set_status};
-pub(crate) use operation::{Trait, is};
+pub(crate) use node::set_status;
 pub(crate) use print::Type;
-pub(crate) use sizes::Sizes;
-pub(crate) use value::{Carried, NamedActivation, Owner, cut_of};
+pub(crate) use value::{Carried, NamedActivation, cut_of};
 
 use crate::error::Error;
 use crate::pass_id::PassId;
@@ -151,12 +151,12 @@ impl Graph {
 
     /// Returns the sizes on which passes base decisions. A pass that used shapes instead would choose a different plan
     /// for the small shapes of a proof.
-    pub(crate) fn sizes(&self) -> &Sizes {
+    pub fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 
     /// Sets the sizes on which passes base decisions.
-    pub(crate) fn decide_by(&mut self, sizes: Sizes) {
+    pub fn decide_by(&mut self, sizes: Sizes) {
         self.sizes = sizes;
     }
 

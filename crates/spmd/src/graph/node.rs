@@ -192,7 +192,7 @@ impl Node {
 }
 
 /// Renames the tensors of an operation by `map`. Ids that are not in the map stay unchanged.
-pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
+pub fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
     struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
     impl IrVisitorMut for Rename<'_> {
         fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {

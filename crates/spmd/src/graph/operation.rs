@@ -10,7 +10,7 @@ use burn_ir::{
 
 /// A property of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Trait {
+pub enum Trait {
     /// Elementwise on floats and their masks: every element of the results depends only on the elements at the same
     /// position. An optimizer that consists of such operations can run on any part of a parameter.
     Elementwise,
@@ -69,7 +69,7 @@ fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait
 
 /// Returns true if an operation of Burn has a trait. Custom operations have none here, see
 /// [`CustomProfile`](super::CustomProfile).
-pub(crate) fn is(operation: &OperationIr, asked: Trait) -> bool {
+pub fn is(operation: &OperationIr, asked: Trait) -> bool {
     let (_, row, never) = entry(operation);
     row.is_some_and(|row| row.traits.contains(&asked)) && !never.contains(&asked)
 }

@@ -52,7 +52,7 @@ impl Absent {
 
     /// Returns a node with only the inputs that the rank has; `None` if it has all, or if the node is not a [custom
     /// operation](Self::without).
-    pub(crate) fn node_without(&self, node: &Node) -> Option<Node> {
+    pub fn node_without(&self, node: &Node) -> Option<Node> {
         match &node.operation {
             OperationIr::Custom(call) if node.collective.is_none() => {
                 let mut own = node.clone();
@@ -87,7 +87,11 @@ impl Graph {
     }
 
     /// Returns the owned values in `owned` that a rank lacks.
-    pub(crate) fn absent_of(
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] for a rank outside the mesh.
+    pub fn absent_of(
         &self,
         rank: usize,
         owned: &BTreeMap<TensorId, Owner>,

@@ -199,7 +199,9 @@ pub(crate) struct Carried {
 
 /// The only ranks that have a value: all ranks with this index along this axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Owner {
-    pub(crate) axis: Arc<str>,
-    pub(crate) index: usize,
+pub struct Owner {
+    /// Name of the axis.
+    pub axis: Arc<str>,
+    /// Index along the axis.
+    pub index: usize,
 }

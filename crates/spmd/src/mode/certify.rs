@@ -2,10 +2,13 @@
 
 /// The plans that are proved before they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Certify {
+#[non_exhaustive]
+pub enum Certify {
+    /// None: the default of release builds.
     Never,
     /// Plans that take little work to prove: the default of debug builds.
     Small,
+    /// All.
     Always,
 }
 
@@ -18,8 +21,3 @@ impl Default for Certify {
         }
     }
 }
-
-/// Replaces a pass with one that does the same, except for a fault.
-#[cfg(test)]
-pub(crate) type Planted =
-    fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;

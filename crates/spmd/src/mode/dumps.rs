@@ -33,12 +33,6 @@ impl Mode {
         self
     }
 
-    /// Returns the mode without [`dump`](Self::dump).
-    pub(crate) fn without_dump(mut self) -> Self {
-        self.dump = None;
-        self
-    }
-
     /// Creates a plan, and writes its graphs if requested.
     ///
     /// # Errors

@@ -46,8 +46,6 @@ impl Mode {
         let pipeline =
             self.division
                 .pipeline(&self.ranks, (&options, &self.names.owners), transforms)?;
-        #[cfg(test)]
-        let pipeline = self.planted(pipeline);
         Ok(self.checked(pipeline))
     }
 
@@ -62,10 +60,7 @@ impl Mode {
 
     /// Returns the last passes, which apply to each graph of a step.
     pub(crate) fn last(&self, options: &Options) -> Pipeline {
-        let pipeline = schedule::last(options);
-        #[cfg(test)]
-        let pipeline = self.planted(pipeline);
-        self.checked(pipeline)
+        self.checked(schedule::last(options))
     }
 
     /// Moves nodes into the next step, as the mode's options and the user's passes request, possibly none.

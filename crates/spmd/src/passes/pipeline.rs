@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::verify::verify;
 use crate::error::Error;
-use crate::graph::{Graph, Sizes};
+use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::{GraphTransform, check_order};
 
@@ -51,23 +51,25 @@ impl Pipeline {
     ///
     /// [`Error::PassTwice`], [`Error::PassOrder`], [`Error::InvalidGraph`] or an error of a pass.
     pub fn run(&self, graph: Graph) -> Result<Graph, Error> {
-        self.run_seen(graph, &mut |_| {})
+        self.run_seen(graph, &mut |_| Ok(()))
     }
 
-    /// Like [`run`](Self::run), but calls `see` with the original graph, and with the result of each pass before
-    /// verification.
+    /// Like [`run`](Self::run), but calls `see` with the result of each pass before verification.
     ///
     /// # Errors
     ///
-    /// Same as [`run`](Self::run).
+    /// Same as [`run`](Self::run); the errors of `see`.
     pub(crate) fn run_seen(
         &self,
         mut graph: Graph,
-        see: &mut dyn FnMut(&Graph),
+        see: &mut dyn FnMut(&mut Graph) -> Result<(), Error>,
     ) -> Result<Graph, Error> {
-        see(&graph);
         for pass in self.acting_on(&graph) {
-            graph = self.apply(pass, graph, see)?;
+            graph = apply(pass, graph)?;
+            see(&mut graph)?;
+            if self.is_verified {
+                verify(&graph).map_err(|error| after(error, pass.id()))?;
+            }
         }
         Ok(graph)
     }
@@ -78,54 +80,11 @@ impl Pipeline {
     ///
     /// Same as [`run`](Self::run).
     pub fn stages(&self, graph: Graph) -> Result<Vec<Graph>, Error> {
-        self.stages_seen(graph, &mut |_| {})
-    }
-
-    /// Like [`stages`](Self::stages), but calls `see` as [`run_seen`](Self::run_seen) does.
-    ///
-    /// # Errors
-    ///
-    /// Same as [`run`](Self::run).
-    pub(crate) fn stages_seen(
-        &self,
-        graph: Graph,
-        see: &mut dyn FnMut(&Graph),
-    ) -> Result<Vec<Graph>, Error> {
-        see(&graph);
-        let passes = self.acting_on(&graph);
-        let mut stages = vec![graph];
-        for pass in passes {
-            let before = stages[stages.len() - 1].clone();
-            stages.push(self.apply(pass, before, see)?);
-        }
-        Ok(stages)
-    }
-
-    /// Applies the passes to a graph of the same step as `real`, at other shapes, and returns this graph and the result
-    /// of each pass. `real` has the original graph and the result of each pass, and passes base decisions on the sizes
-    /// in it. After each pass, `check` is called with the graph in `real` and the new graph.
-    ///
-    /// # Errors
-    ///
-    /// Same as [`run`](Self::run); the errors of `check`.
-    pub(crate) fn stages_as(
-        &self,
-        graph: Graph,
-        real: &[Graph],
-        check: impl Fn(&Graph, &Graph) -> Result<(), Error>,
-    ) -> Result<Vec<Graph>, Error> {
-        let passes = self.acting_on(&graph).into_iter();
-        let mut stages = vec![graph];
-        for (pass, pair) in passes.zip(real.windows(2)) {
-            let [before, after] = pair else { continue };
-            let mut graph = stages[stages.len() - 1].clone();
-            // Decisions about a value that the pass changes use its size before the pass.
-            graph.decide_by(Sizes::of(after.values().chain(before.values())));
-            let mut graph = self.apply(pass, graph, &mut |_| {})?;
-            graph.decide_by(Sizes::default());
-            check(after, &graph)?;
-            stages.push(graph);
-        }
+        let mut stages = vec![graph.clone()];
+        self.run_seen(graph, &mut |graph| {
+            stages.push(graph.clone());
+            Ok(())
+        })?;
         Ok(stages)
     }
 
@@ -133,30 +92,6 @@ impl Pipeline {
     fn acting_on(&self, graph: &Graph) -> Vec<&dyn GraphTransform> {
         let passes = self.passes.iter().map(AsRef::as_ref);
         passes.filter(|pass| pass.acts_on(graph)).collect()
-    }
-
-    /// Returns the pipeline with each pass replaced.
-    #[cfg(test)]
-    pub(crate) fn replaced(
-        mut self,
-        with: impl Fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
-    ) -> Self {
-        self.passes = self.passes.into_iter().map(with).collect();
-        self
-    }
-
-    fn apply(
-        &self,
-        pass: &dyn GraphTransform,
-        graph: Graph,
-        see: &mut dyn FnMut(&Graph),
-    ) -> Result<Graph, Error> {
-        let graph = apply(pass, graph)?;
-        see(&graph);
-        if self.is_verified {
-            verify(&graph).map_err(|error| after(error, pass.id()))?;
-        }
-        Ok(graph)
     }
 }
 

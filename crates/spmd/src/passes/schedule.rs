@@ -267,7 +267,7 @@ pub(crate) fn divided(
 /// Returns the pipeline around a pass that places every value, without the last passes. The placing pass only handles
 /// Burn's operations, and may cut a dim that a kernel needs whole. Kernels therefore come after it, and the choice of
 /// cheap values comes after the kernels.
-pub(crate) fn placed(
+pub fn placed(
     place: impl GraphTransform + 'static,
     options: &Options,
     axes: Vec<Axis>,

@@ -87,7 +87,7 @@ pub fn verify(graph: &Graph) -> Result<(), Error> {
 /// # Errors
 ///
 /// [`Error::InvalidGraph`] with the node at fault.
-pub(crate) fn verify_types(graph: &Graph) -> Result<(), Error> {
+pub fn verify_types(graph: &Graph) -> Result<(), Error> {
     keeps(graph, &TYPES)
 }
 

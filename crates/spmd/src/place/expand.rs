@@ -160,7 +160,7 @@ impl Expand {
     /// # Errors
     ///
     /// [`Error::Placement`] if the requested placements are impossible.
-    pub(crate) fn of_joined_input(
+    pub fn of_joined_input(
         &self,
         mesh: &Mesh,
         name: &str,
@@ -172,7 +172,7 @@ impl Expand {
     }
 
     /// Returns the shape of a tensor of the joined batch, from the shape of one rank's part.
-    pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
+    pub fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
         joined(shape, &self.of_input(mesh, name))
     }
 

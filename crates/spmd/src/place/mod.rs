@@ -48,8 +48,11 @@ pub use search::least_communication;
 
 pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
+#[cfg(feature = "faults")]
+pub use rules::mutants;
 pub(crate) use search::{cut_inputs, least_communication_with};
-pub(crate) use typing::{check as check_types, owned_of, types_of};
+pub use typing::owned_of;
+pub(crate) use typing::{check as check_types, types_of};
 
 /// The layout of parameters in data parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

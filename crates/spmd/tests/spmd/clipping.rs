@@ -3,13 +3,14 @@
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_mesh::{Clip, Mesh, NonFinite, Norm};
 use burn_fsdp_spmd::graph::Role;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{IterationGraph, IterationMove, PassId};
-use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode, Strategy, compile};
+use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode, Strategy};
 
 use crate::compiled::seeded;
 use crate::eager;

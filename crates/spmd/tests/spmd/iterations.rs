@@ -5,6 +5,7 @@ use std::num::NonZeroU64;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Clip;
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Stage};
@@ -13,7 +14,7 @@ use burn_fsdp_spmd::passes::{
     self, IterationGraph, IterationMove, MoveReductions, PassId, Pipeline, schedule,
 };
 use burn_fsdp_spmd::{
-    Batch, BatchMapper, CompiledStep, Error, Evaluation, Mode, MoveError, Strategy, compile,
+    Batch, BatchMapper, CompiledStep, Error, Evaluation, Mode, MoveError, Strategy,
 };
 
 use crate::clipping::sgd;
@@ -366,7 +367,7 @@ fn steps_with_loss_scaling_move_nothing() {
     let error = compile(Gpt::new, Gpt::loss, adamw().build(), mode.clone()).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
     // No other function treats it as a step without moved nodes.
-    let error = burn_fsdp_spmd::certify(crate::passes::gpt(), 1, &mode).unwrap_err();
+    let error = burn_fsdp_certificate::certify(crate::passes::gpt(), 1, &mode).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");
     let error = burn_fsdp_spmd::lower(crate::passes::gpt(), &mode).unwrap_err();
     assert!(matches!(error, Error::Move(MoveError::Scaled)), "{error}");

@@ -3,12 +3,11 @@
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
+use burn_fsdp_certificate::{compile, compile_with};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{
-    DataParallel, Error, Evaluation, Mode, Override, OverrideError, compile, compile_with,
-};
+use burn_fsdp_spmd::{DataParallel, Error, Evaluation, Mode, Override, OverrideError};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw, floats};

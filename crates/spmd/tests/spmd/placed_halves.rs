@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_mesh::{Clip, Mesh};
 use burn_fsdp_spmd::graph::{CollectivePart, Payload};
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{DataParallel, Error, Evaluation, Expand, LossScaling, Mode, compile};
+use burn_fsdp_spmd::{DataParallel, Error, Evaluation, Expand, LossScaling, Mode};
 
 use crate::clipping::sgd;
 use crate::compiled::seeded;

@@ -6,10 +6,11 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::Linear;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Clip, Mesh};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{Error, LossScalerState, LossScaling, Mode, ScaleError, Strategy, compile};
+use burn_fsdp_spmd::{Error, LossScalerState, LossScaling, Mode, ScaleError, Strategy};
 
 use crate::clipping::sgd;
 use crate::compiled::seeded;

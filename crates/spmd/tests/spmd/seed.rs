@@ -2,13 +2,14 @@
 
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Distribution, Int, Shape, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::graph::{Draw, Graph, Phase};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{GraphTransform, PassId};
-use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode, compile};
+use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode};
 
 use crate::compiled::seeded;
 use crate::eager::adamw;

@@ -2,11 +2,12 @@
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Placement::{Partial, Replicate, Shard};
 use burn_fsdp_mesh::ReduceOp;
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Phase};
-use burn_fsdp_spmd::{Error, Evaluation, Expand, Mode, compile, named_activation};
+use burn_fsdp_spmd::{Error, Evaluation, Expand, Mode, named_activation};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};

@@ -4,11 +4,12 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_mesh::Clip;
 use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Error, Expand, Mode, compile, named_activation};
+use burn_fsdp_spmd::{Error, Expand, Mode, named_activation};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};

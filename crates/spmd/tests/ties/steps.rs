@@ -5,13 +5,11 @@ use std::collections::BTreeMap;
 use burn::module::ParamGroup;
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn_fsdp_certificate::{compile, compile_from};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Clip, Mesh, Region};
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{
-    CompiledStep, Error, Evaluation, Mode, OptimizerGroups, Precision, Strategy, compile,
-    compile_from,
-};
+use burn_fsdp_spmd::{CompiledStep, Error, Evaluation, Mode, OptimizerGroups, Precision, Strategy};
 
 use super::eager::{self, adamw};
 use super::{Once, ROWS, Tied, WORDS, words};

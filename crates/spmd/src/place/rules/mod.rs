@@ -24,8 +24,8 @@ mod convolution;
 mod indexing;
 mod kernels;
 mod matmul;
-#[cfg(test)]
-mod mutants;
+#[cfg(feature = "faults")]
+pub mod mutants;
 mod normalization;
 mod pointwise;
 mod random;
@@ -42,7 +42,7 @@ pub(super) use matmul::without_bias;
 /// Returns the signature of an operation.
 pub(super) fn signature(operation: &OperationIr) -> Signature {
     let signature = of_family(operation);
-    #[cfg(test)]
+    #[cfg(feature = "faults")]
     let signature = mutants::applied(operation, signature);
     signature
 }

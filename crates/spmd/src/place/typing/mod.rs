@@ -32,7 +32,7 @@ pub(crate) fn types_of(graph: &Graph) -> BTreeMap<TensorId, Carried> {
 }
 
 /// Returns the owners of the values that only one rank has.
-pub(crate) fn owned_of(graph: &Graph) -> BTreeMap<TensorId, Owner> {
+pub fn owned_of(graph: &Graph) -> BTreeMap<TensorId, Owner> {
     if !graph.has_owners() {
         return BTreeMap::new();
     }

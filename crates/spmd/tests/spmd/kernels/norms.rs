@@ -6,8 +6,9 @@ use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Mode, Precision, compile};
+use burn_fsdp_spmd::{Mode, Precision};
 
 use super::{DIM, ROWS, STEPS, assert_count, check, check_on, pairs};
 use crate::clipping::sgd;

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Batch, Error, Expand, Mode, compile};
+use burn_fsdp_spmd::{Batch, Error, Expand, Mode};
 
 use super::{Translator, pairs};
 use crate::compiled::seeded;

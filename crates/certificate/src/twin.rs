@@ -11,8 +11,8 @@ use burn_fsdp_kernels::FusedOperation;
 use burn_fsdp_mesh::{Mesh, Partition};
 use burn_ir::{BaseOperationIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr};
 
-use crate::error::{Error, ProofError};
-use crate::graph::{Flops, Graph, Node, Role};
+use burn_fsdp_spmd::graph::{Flops, Graph, Node, Role};
+use burn_fsdp_spmd::{Error, ProofError};
 
 /// A size at the shapes of a run, and the corresponding size at small shapes.
 type Sizes = (usize, usize);

@@ -11,7 +11,7 @@ use burn_fsdp_kernels::{Array as Tensor, FormCall, FormScalar, FusedOperation, L
 use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 
 use super::field::Hash;
-use crate::graph::{Flops, Graph, Node};
+use burn_fsdp_spmd::graph::{Flops, Graph, Node};
 
 /// Maximum difference due to 32-bit rounding, relative to the largest result or one, whichever is larger.
 const ROUNDING: f64 = 2e-5;

@@ -13,8 +13,8 @@ use super::machine::{Fault, Machine};
 use super::outcome::{LOSS, Named, Outcome, mean};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
-use crate::graph::{Graph, Node, Phase, Role};
-use crate::norm::{GRAD_NORM, scalars};
+use burn_fsdp_spmd::graph::{Graph, Node, Phase, Role};
+use burn_fsdp_spmd::norm::{GRAD_NORM, scalars};
 
 /// For each gradient, its means over ranks: one for each micro-batch.
 type Gradients = BTreeMap<TensorId, Vec<Tensor>>;

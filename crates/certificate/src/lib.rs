@@ -1,9 +1,16 @@
 //! The certificate of a compiled plan: a proof, made before the plan runs, that it computes the traced step.
 //!
+//! [`compile`] and its variants compile steps whose plans are proved if their [`Mode`](burn_fsdp_spmd::Mode) requests
+//! it. [`certify`], [`certify_at`] and [`prove`] prove plans that nothing runs. The compiler knows none of this:
+//! [`lowered`] hooks into its passes.
+//!
 //! The README next to the code describes what is proved, the assumptions and the limits.
+#![forbid(unsafe_code)]
 
 mod base;
 mod call;
+mod certify;
+mod compile;
 mod custom;
 #[cfg(test)]
 mod faults;
@@ -12,7 +19,12 @@ mod floats;
 mod given;
 mod lanes;
 mod machine;
+#[cfg(test)]
+#[path = "../../spmd/tests/spmd/models.rs"]
+mod models;
 mod module;
+#[cfg(test)]
+mod mutants;
 mod number;
 mod numeric;
 mod outcome;
@@ -21,24 +33,26 @@ mod products;
 mod proof;
 mod reference;
 mod scalar;
+mod stages;
 mod tensor;
 mod transport;
 mod twin;
 
 use burn_fsdp_mesh::{Clip, Mesh};
+use burn_fsdp_spmd::Error;
+use burn_fsdp_spmd::graph::Graph;
 
-use crate::error::Error;
-use crate::graph::{Flops, Graph, Node};
+pub use certify::{certify, certify_at, lowered};
+pub use compile::{compile, compile_from, compile_on, compile_with};
 pub use proof::Certificate;
-pub(crate) use proof::{Parts, Proof, checked_kernels};
-pub(crate) use twin::Scale;
+use proof::{Proof, checked_kernels};
 
 /// Proves that the last of these graphs computes the same step as the first, with the batch divided among the ranks of
 /// `mesh`. Each rank computes the loss and gradients of its own rows. The optimizer uses the mean gradients, clipped by
 /// `clip` if the plan clips, and the reported loss is the mean.
 ///
 /// The first graph is a trace of one rank. Every other graph is the result of applying a pass to the previous graph
-/// ([`Pipeline::stages`](crate::passes::Pipeline::stages)), and the last is the plan.
+/// ([`Pipeline::stages`](burn_fsdp_spmd::passes::Pipeline::stages)), and the last is the plan.
 ///
 /// This function neither runs the plan nor communicates, so a single rank can prove the plan for all ranks.
 ///
@@ -46,10 +60,11 @@ pub(crate) use twin::Scale;
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_certificate::prove;
 /// use burn_fsdp_mesh::Mesh;
+/// use burn_fsdp_spmd::Strategy;
 /// use burn_fsdp_spmd::passes::schedule::{self, Options};
 /// use burn_fsdp_spmd::trace::{TraceConfig, trace};
-/// use burn_fsdp_spmd::{Strategy, prove};
 ///
 /// let batch = Tensor::<2>::zeros([4, 3], &Device::flex());
 /// let traced = trace(
@@ -79,15 +94,4 @@ pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certif
         checked_in_floats: checked_kernels(plans)?,
         ..certificate
     })
-}
-
-/// Estimates the work of a run of a one-rank graph from its shapes: the multiplications plus the elements of all
-/// operands and results.
-pub(crate) fn work(graph: &Graph) -> u64 {
-    let of_node = |node: &Node| {
-        let elements = node.operation.nodes().into_iter();
-        let elements = elements.map(|tensor| tensor.shape.num_elements() as u64);
-        Flops::of_node(node).total() / 2 + elements.sum::<u64>()
-    };
-    graph.nodes().iter().map(of_node).sum()
 }

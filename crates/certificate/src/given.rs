@@ -10,8 +10,8 @@ use burn_ir::{BaseOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorI
 
 use super::field::{Hash, of_number};
 use super::tensor::{Kind, Tensor, View, filled, strides};
-use crate::graph::{Graph, Role, Trait, Value, is};
-use crate::place::Expand;
+use burn_fsdp_spmd::Expand;
+use burn_fsdp_spmd::graph::{Graph, Role, Trait, Value, is};
 
 /// The source of a step's random inputs.
 pub(super) struct Given<'a> {

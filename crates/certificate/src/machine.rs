@@ -10,9 +10,9 @@ use super::given::{Given, part_of};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
 use super::transport::exchanged;
-use crate::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
-use crate::low_bit::StateOperation;
-use crate::place::owned_of;
+use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage, Update, Value};
+use burn_fsdp_spmd::low_bit::StateOperation;
+use burn_fsdp_spmd::place::owned_of;
 
 /// An invalid action of a graph, such as a read of a missing value.
 #[derive(Debug, Clone)]

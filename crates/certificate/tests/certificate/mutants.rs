@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::optim::AdamWConfig;
+use burn_fsdp_certificate::prove;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Clip, Mesh, Partition, ReduceOp};
 use burn_fsdp_spmd::graph::{Collective, CollectiveKind, Graph, Node, Stage, Update};
@@ -11,7 +12,7 @@ use burn_fsdp_spmd::passes::{
     AssignUnits, Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer,
     FusePointwise, GraphTransform, InsertCollectives, Liveness, PassId, Units, apply,
 };
-use burn_fsdp_spmd::{Error, Mode, Precision, Strategy, lower, prove};
+use burn_fsdp_spmd::{Error, Mode, Precision, Strategy, lower};
 use burn_ir::{
     IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
 };

@@ -1,21 +1,19 @@
 //! Plans are proved equal to what was traced, and wrong ones are rejected.
 
-#[path = "../spmd/models.rs"]
+#[path = "../../../spmd/tests/spmd/models.rs"]
 mod models;
 mod mutants;
 
 use burn::optim::{AdamWConfig, Optimizer};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_fsdp_certificate::{Certificate, certify, certify_at, compile};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Clip, Mesh, Norm, Placement::Shard};
 use burn_fsdp_models::{Llama, LlamaConfig, LlamaVariant};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::trace::{OptimizerStep, TraceConfig, trace};
-use burn_fsdp_spmd::{
-    Certificate, DataParallel, Error, Expand, Mode, Precision, ProofError, Strategy, certify,
-    certify_at, compile,
-};
+use burn_fsdp_spmd::{DataParallel, Error, Expand, Mode, Precision, ProofError, Strategy};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;

@@ -12,7 +12,7 @@ use super::field::{Element, Hash};
 use super::given::cut;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor, filled};
-use crate::graph::{Draw, Node, operation_name};
+use burn_fsdp_spmd::graph::{Draw, Node, operation_name};
 
 /// The tensors of one rank.
 pub(super) type Values = HashMap<TensorId, Tensor>;

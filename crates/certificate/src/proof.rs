@@ -13,10 +13,10 @@ use super::given::{Given, bounds};
 use super::machine::{Fault, Machine};
 use super::outcome::{Difference, Outcome};
 use super::reference;
-use crate::error::Error;
-use crate::graph::{Graph, Node};
-use crate::pass_id::PassId;
-use crate::place::Expand;
+use burn_fsdp_spmd::Error;
+use burn_fsdp_spmd::Expand;
+use burn_fsdp_spmd::graph::{Graph, Node};
+use burn_fsdp_spmd::passes::PassId;
 
 /// A proof that a plan computes the traced step on all its ranks.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ pub struct Certificate {
     /// Passes that are not proved: the user's, which may change what the step computes, and gradient clipping after
     /// them.
     pub assumed: Vec<PassId>,
-    /// Fingerprint of the plan, over all graphs of a step. [`Mode::proved`](crate::Mode::proved) compares it with the
+    /// Fingerprint of the plan, over all graphs of a step. [`Mode::proved`](burn_fsdp_spmd::Mode::proved) compares it with the
     /// plan that is about to run.
     pub plan: u64,
     /// Duration of the proof.
@@ -89,7 +89,7 @@ pub(crate) struct Proof<'a> {
 /// The three graphs of a divided step.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
-    /// The graphs of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the
+    /// The graphs of [`Iteration`](burn_fsdp_spmd::passes::Iteration) or of [`MicroSteps`](burn_fsdp_spmd::passes::MicroSteps), in the
     /// order of their fields.
     pub(crate) graphs: [&'a Graph; 3],
     /// Number of micro-batches of a step; `None` if some of its nodes run in the next step.

@@ -4,7 +4,7 @@ use burn_ir::ScalarIr;
 
 use super::field::{Element, function, inverse, of_integer, of_number};
 use super::tensor::Kind;
-use crate::graph::Node;
+use burn_fsdp_spmd::graph::Node;
 
 /// A scalar argument of an operation.
 #[derive(Debug, Clone, Copy)]

@@ -10,8 +10,8 @@ use super::number::FieldNumber;
 use super::pointwise::abs;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
-use crate::low_bit::{RoundCall, StateOperation};
-use crate::norm::{COEFFICIENTS, LOCAL_NORM};
+use burn_fsdp_spmd::low_bit::{RoundCall, StateOperation};
+use burn_fsdp_spmd::norm::{COEFFICIENTS, LOCAL_NORM};
 
 impl Logarithms<FieldNumber> for Known {
     fn keep(&self, logarithm: FieldNumber, probability: FieldNumber) {

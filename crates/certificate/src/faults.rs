@@ -6,18 +6,16 @@ use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Clip, LossScaling, Mesh};
+use burn_fsdp_spmd::graph::{Graph, Node, rename};
+use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::passes::{GraphTransform, PassId};
+use burn_fsdp_spmd::trace::{TraceConfig, trace};
+use burn_fsdp_spmd::{Error, Mode, ProofError, Strategy};
 use burn_ir::TensorId;
 
-use crate::error::{Error, ProofError};
-use crate::graph::{Graph, Node, rename};
-use crate::lower::{certify, certify_at};
-use crate::mode::Mode;
+use crate::certify::{certify_at_hooked, certify_hooked};
 use crate::models::{Gpt, tokens};
-use crate::pass_id::PassId;
-use crate::passes::schedule::{OptimizerPlace, Options};
-use crate::trace::{TraceConfig, trace};
-use crate::transform::GraphTransform;
-use crate::{Certificate, Strategy};
+use crate::proof::Certificate;
 
 /// Rows of a run. Activations then have some hundred thousand elements.
 const ROWS: usize = 2_048;
@@ -25,46 +23,23 @@ const ROWS: usize = 2_048;
 /// Rows of a proof: enough for Burn's `Linear` to multiply them as in the run.
 const FEW: usize = 64;
 
-/// Wraps a pass, and plants a fault in its result.
-#[derive(Debug)]
-struct Faulty {
-    pass: Box<dyn GraphTransform>,
-    fault: fn(&Graph, Graph) -> Graph,
-}
+/// A fault that is planted in the result of a pass, given the graphs before and after the pass.
+type Fault = (PassId, fn(&Graph, Graph) -> Graph);
 
-impl GraphTransform for Faulty {
-    fn id(&self) -> PassId {
-        self.pass.id()
-    }
-
-    fn after(&self) -> &'static [PassId] {
-        self.pass.after()
-    }
-
-    fn before(&self) -> &'static [PassId] {
-        self.pass.before()
-    }
-
-    fn acts_on(&self, graph: &Graph) -> bool {
-        self.pass.acts_on(graph)
-    }
-
-    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        let before = graph.clone();
-        Ok((self.fault)(&before, self.pass.transform(graph)?))
-    }
-}
-
-/// Plants a fault in the pass, if its id is `of`.
-fn planted(
-    pass: Box<dyn GraphTransform>,
-    of: PassId,
-    fault: fn(&Graph, Graph) -> Graph,
-) -> Box<dyn GraphTransform> {
-    if pass.id() == of {
-        Box::new(Faulty { pass, fault })
-    } else {
-        pass
+/// Returns a hook that plants a fault.
+fn planted(fault: Option<Fault>) -> impl FnMut(&'static str, &mut Graph) -> Result<(), Error> {
+    let mut last: Option<(&'static str, Graph)> = None;
+    move |part, graph| {
+        let before = last.take().filter(|(of, _)| *of == part);
+        if let (Some((_, mut before)), Some((pass, fault))) = (before, fault)
+            && graph.applied().last() == Some(&pass)
+            && before.applied().len() < graph.applied().len()
+        {
+            before.decide_by(graph.sizes().clone());
+            *graph = fault(&before, std::mem::take(graph));
+        }
+        last = Some((part, graph.clone()));
+        Ok(())
     }
 }
 
@@ -129,38 +104,27 @@ fn other(graph: &Graph, nodes: &[Node], of: TensorId) -> Option<TensorId> {
 
 const LARGE: usize = 1 << 16;
 
-fn recompute_if_large(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::Recompute, |b, a| misread(b, a, LARGE, own))
+/// Faults of passes on large values. The flag is true if the fault occurs wherever the pass treats a value as large,
+/// and false if it occurs only where a value is large.
+const FAULTS: [(Fault, bool); 6] = [
+    ((PassId::Recompute, if_large), false),
+    ((PassId::FusePointwise, if_large), false),
+    ((PassId::SelectKernels, if_large), false),
+    ((PassId::Recompute, where_it_acts), true),
+    ((PassId::FusePointwise, where_it_acts), true),
+    ((PassId::SelectKernels, where_it_acts), true),
+];
+
+fn if_large(before: &Graph, after: Graph) -> Graph {
+    misread(before, after, LARGE, own)
 }
 
-fn recompute_where_it_acts(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::Recompute, |b, a| {
-        misread(b, a, LARGE, decisive)
-    })
+fn where_it_acts(before: &Graph, after: Graph) -> Graph {
+    misread(before, after, LARGE, decisive)
 }
 
-fn fuse_if_large(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::FusePointwise, |b, a| {
-        misread(b, a, LARGE, own)
-    })
-}
-
-fn fuse_where_it_acts(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::FusePointwise, |b, a| {
-        misread(b, a, LARGE, decisive)
-    })
-}
-
-fn select_if_large(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::SelectKernels, |b, a| {
-        misread(b, a, LARGE, own)
-    })
-}
-
-fn select_where_it_acts(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::SelectKernels, |b, a| {
-        misread(b, a, LARGE, decisive)
-    })
+fn where_small(before: &Graph, after: Graph) -> Graph {
+    misread(before, after, 64, own)
 }
 
 fn traced(rows: usize, scales_loss: bool) -> Graph {
@@ -178,14 +142,17 @@ fn two_ranks(options: Options) -> Mode {
 }
 
 /// Proves a plan of many rows as `train --certify` does.
-fn at_large(mode: &Mode, num_batches: usize) -> Result<Certificate, Error> {
-    let scales = mode.options.loss_scaling.is_some();
-    let [real, small] = [ROWS, FEW].map(|rows| traced(rows, scales));
-    certify_at(real, small, num_batches, mode)
+fn at_large(setting: &Setting, fault: Option<Fault>) -> Result<Certificate, Error> {
+    let (name, mode, num_batches) = setting;
+    let traces = [ROWS, FEW].map(|rows| traced(rows, *name == "scaled"));
+    certify_at_hooked(traces, *num_batches, mode, &mut planted(fault))
 }
 
-/// Returns the settings under which plans of many rows are proved: name, mode and number of micro-batches.
-fn settings() -> Vec<(&'static str, Mode, usize)> {
+/// A setting's name, mode and number of micro-batches.
+type Setting = (&'static str, Mode, usize);
+
+/// Returns the settings under which plans of many rows are proved.
+fn settings() -> Vec<Setting> {
     let default = Options::default;
     let mesh = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
     let mesh = ProcessMesh::new(&ProcessGroup::fake(4, 0), mesh).unwrap();
@@ -213,45 +180,28 @@ fn settings() -> Vec<(&'static str, Mode, usize)> {
 /// Correct plans are proved at the sizes of a run.
 #[test]
 fn plans_of_many_rows_are_proved() {
-    for (setting, mode, batches) in settings() {
-        let proof = at_large(&mode, batches).unwrap_or_else(|error| panic!("{setting}: {error}"));
-        println!("{setting}: {proof}");
+    for setting in settings() {
+        let proof = at_large(&setting, None);
+        let proof = proof.unwrap_or_else(|error| panic!("{}: {error}", setting.0));
+        println!("{}: {proof}", setting.0);
     }
 }
-
-/// A pass that decides by sizes, and its fault. The flag is true if the fault occurs wherever the pass treats a value
-/// as large, and false if it occurs only where a value is large.
-type Case = (
-    PassId,
-    fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
-    bool,
-);
-
-const FAULTS: [Case; 6] = [
-    (PassId::Recompute, recompute_if_large, false),
-    (PassId::FusePointwise, fuse_if_large, false),
-    (PassId::SelectKernels, select_if_large, false),
-    (PassId::Recompute, recompute_where_it_acts, true),
-    (PassId::FusePointwise, fuse_where_it_acts, true),
-    (PassId::SelectKernels, select_where_it_acts, true),
-];
 
 #[test]
 fn faults_at_large_shapes_are_found_and_named() {
     const SETTINGS: [&str; 4] = ["default", "accumulated", "in the next forward", "hybrid"];
     let settings = settings().into_iter();
-    for (setting, mode, batches) in settings.filter(|(name, ..)| SETTINGS.contains(name)) {
-        for (expected, fault, by_proof) in FAULTS {
-            let what = format!("{setting}, {expected}, by proof: {by_proof}");
-            let mode = mode.clone().planting(fault);
-            let (pass, node) = match at_large(&mode, batches) {
+    for setting in settings.filter(|(name, ..)| SETTINGS.contains(name)) {
+        for (fault @ (expected, _), by_proof) in FAULTS {
+            let what = format!("{}, {expected}, by proof: {by_proof}", setting.0);
+            let (pass, node) = match at_large(&setting, Some(fault)) {
                 Err(Error::NotCertified { pass, node, .. }) if by_proof => (pass, node),
                 Err(Error::Proof(ProofError::Twin { pass, node, .. })) if !by_proof => (pass, node),
                 other => panic!("{what}: {other:?}"),
             };
             assert_eq!(pass, Some(expected), "{what}");
             assert!(
-                by_proof && batches > 1 || node.is_some() || setting == "in the next forward",
+                by_proof && setting.2 > 1 || node.is_some() || setting.0 == "in the next forward",
                 "{what}"
             );
         }
@@ -261,9 +211,10 @@ fn faults_at_large_shapes_are_found_and_named() {
 /// A proof at few rows does not cover many rows if the passes decide by the sizes at few rows.
 #[test]
 fn faults_at_large_shapes_are_not_found_at_small_ones() {
-    for (pass, fault, _) in FAULTS {
-        let mode = two_ranks(Options::default()).planting(fault);
-        let proof = certify(traced(1, false), 1, &mode);
+    for (fault @ (pass, _), _) in FAULTS {
+        let mode = two_ranks(Options::default());
+        let hook = &mut planted(Some(fault));
+        let proof = certify_hooked(traced(1, false), 1, &mode, hook);
         proof.unwrap_or_else(|error| panic!("{pass}: {error}"));
     }
 }
@@ -287,14 +238,11 @@ impl GraphTransform for Idle {
 fn passes_around_a_custom_pass_are_proved() {
     let clipped = Options::default().clip_grad_norm(Clip::to(0.5));
     for options in [Options::default(), clipped] {
-        let mode = two_ranks(options).transform(Idle);
-        let proof = at_large(&mode, 1).unwrap();
+        let setting = ("idle", two_ranks(options).transform(Idle), 1);
+        let proof = at_large(&setting, None).unwrap();
         assert_eq!(proof.assumed[0], PassId::User("idle"));
-        for (expected, fault) in [
-            (PassId::Recompute, recompute_where_it_acts as fn(_) -> _),
-            (PassId::FusePointwise, fuse_where_it_acts),
-        ] {
-            match at_large(&mode.clone().planting(fault), 1) {
+        for expected in [PassId::Recompute, PassId::FusePointwise] {
+            match at_large(&setting, Some((expected, where_it_acts))) {
                 Err(Error::NotCertified { pass, .. }) => assert_eq!(pass, Some(expected)),
                 other => panic!("{expected}: {other:?}"),
             }
@@ -306,16 +254,13 @@ fn passes_around_a_custom_pass_are_proved() {
 #[test]
 fn the_faulty_pass_after_clipping_is_named() {
     let options = Options::default().clip_grad_norm(Clip::to(0.5));
-    let stages = |fault| {
-        let mode = two_ranks(options.clone()).planting(fault);
-        certify(traced(ROWS / 64, false), 1, &mode)
-    };
-    match stages(fuse_where_small) {
+    let fault = (
+        PassId::FusePointwise,
+        where_small as fn(&Graph, Graph) -> Graph,
+    );
+    let hook = &mut planted(Some(fault));
+    match certify_hooked(traced(ROWS / 64, false), 1, &two_ranks(options), hook) {
         Err(Error::NotCertified { pass, .. }) => assert_eq!(pass, Some(PassId::FusePointwise)),
         other => panic!("{other:?}"),
     }
-}
-
-fn fuse_where_small(pass: Box<dyn GraphTransform>) -> Box<dyn GraphTransform> {
-    planted(pass, PassId::FusePointwise, |b, a| misread(b, a, 64, own))
 }

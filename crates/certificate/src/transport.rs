@@ -4,7 +4,7 @@ use burn_fsdp_mesh::ReduceOp;
 
 use super::field::{Element, add, inverse, mul, of_integer};
 use super::tensor::Kind;
-use crate::graph::{Collective, CollectiveKind, CollectivePart};
+use burn_fsdp_spmd::graph::{Collective, CollectiveKind, CollectivePart};
 
 /// Returns each rank's flat result of one part of a collective, from the values of all ranks of the group.
 pub(super) fn exchanged(

@@ -8,7 +8,7 @@ use super::field::{Element, inverse, mul, of_integer};
 use super::given::{part_of, places};
 use super::machine::{Fault, Machine};
 use super::tensor::Tensor;
-use crate::graph::{Graph, Role, Value};
+use burn_fsdp_spmd::graph::{Graph, Role, Value};
 
 /// Whole tensors by name, one for each rank.
 pub(super) type Named = BTreeMap<String, Vec<Tensor>>;
