@@ -29,7 +29,7 @@ pub mod inspect {
 
 /// The tensors of a module's state, and conversions from and to plain modules and optimizers.
 pub mod state {
-    pub use crate::optimizer_whole::{shard_optimizer, unsharded_optimizer};
+    pub use burn_fsdp_glue::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
         FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, full_state, local_ids,
         local_state, recorded_state, renew_stand_ins, reset, settle_ids, unsharded,
@@ -49,13 +49,6 @@ pub mod optim {
 
 /// The format of steps, plans for writing and reading them, storage, commit and consolidation, and partial snapshots.
 pub mod checkpoint {
-    pub use crate::blocking::Resumed;
-    pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
-    pub use crate::error::CheckpointError;
-    pub use crate::rendezvous::GroupRendezvous;
-    pub use crate::restore::{restore_matching, restore_model, restore_training};
-    pub use crate::scaler::{loss_scale, restore_scaler};
-    pub use crate::snapshot::{TrainingSnapshot, snapshot_matching};
     pub use burn_fsdp_checkpoint::{
         Alone, Assignment, BackgroundSaver, BoxError, Check, Checksums, Committed, Consolidated,
         ConsolidationConfig, DataPosition, Dtype, Error, Existing, ExpectedTensor, Extra,
@@ -66,14 +59,21 @@ pub mod checkpoint {
         Verification, WritePlan, check_outside_steps, consolidate_to_file, consolidate_to_folder,
         save as save_step, storage, write_shard,
     };
+    pub use burn_fsdp_glue::blocking::Resumed;
+    pub use burn_fsdp_glue::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
+    pub use burn_fsdp_glue::error::CheckpointError;
+    pub use burn_fsdp_glue::rendezvous::GroupRendezvous;
+    pub use burn_fsdp_glue::restore::{restore_matching, restore_model, restore_training};
+    pub use burn_fsdp_glue::scaler::{loss_scale, restore_scaler};
+    pub use burn_fsdp_glue::snapshot::{TrainingSnapshot, snapshot_matching};
 }
 
 /// The stages of the compiler, its graph and passes, custom operations, and certificates.
 pub mod compile {
-    pub use crate::compiled::{restore_compiled_matching, snapshot_compiled_matching};
     pub use burn_fsdp_certificate::{
         Certificate, certify, certify_at, compile_from, compile_on, compile_with, prove,
     };
+    pub use burn_fsdp_glue::compiled::{restore_compiled_matching, snapshot_compiled_matching};
     pub use burn_fsdp_spmd::{
         BackendIr, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DoraAdapter,
         DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState, IdleTensor,
@@ -115,13 +115,12 @@ pub mod mesh {
 /// Step outputs in Burn's own loop, as sent between processes.
 #[cfg(feature = "train")]
 pub mod train {
-    pub use crate::train::compiled_output::CompiledOutput;
-    pub use crate::train::portable::{Parcel, Portable};
+    pub use burn_fsdp_train::{CompiledOutput, Parcel, Portable};
 }
 
 /// The error of device names.
 pub mod device {
-    pub use crate::device_name::DeviceNameError;
+    pub use burn_fsdp_glue::device_name::DeviceNameError;
 }
 
 /// Test tools: injected faults and operation counters. [`ProcessGroup::fake`](crate::ProcessGroup::fake) creates groups

@@ -62,43 +62,22 @@
 //! [`internals`] is not part of the stable interface.
 
 pub mod allocator;
-mod blocking;
-mod checkpointer;
-mod compiled;
-mod device_name;
-mod dtype;
-mod error;
-mod file_backed;
-mod file_backed_steps;
 mod inputs;
 pub mod internals;
-mod optimizer_cut;
-mod optimizer_record;
-mod optimizer_state;
-mod optimizer_whole;
-mod piecewise;
 mod recompute;
-mod rendezvous;
-mod restore;
-mod scaler;
-mod snapshot;
-mod state_types;
-mod tied;
-#[cfg(feature = "train")]
-pub mod train;
 
-pub use blocking::{resume, save};
 pub use burn_fsdp_collectives::{
     Check, LaunchConfig, ProcessGroup, ProcessMesh, launch, launcher_ranks,
 };
+pub use burn_fsdp_glue::blocking::{resume, save};
+pub use burn_fsdp_glue::checkpointer::Checkpointer;
+pub use burn_fsdp_glue::device_name::DeviceName;
+pub use burn_fsdp_glue::error::Error;
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
     Clip, LossScaler, Precision, ShardPolicy, Strategy, backward, catch, clip_grad_norm,
     fully_shard, no_sync, replicate,
 };
-pub use checkpointer::Checkpointer;
-pub use device_name::DeviceName;
-pub use error::Error;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 
@@ -123,7 +102,7 @@ pub mod state {
 /// Optimizers of sharded modules: a check that an optimizer can work on shards, state in files or in fewer bits, and
 /// the norms for [`Clip`].
 pub mod optim {
-    pub use crate::file_backed::FileBackedOptimizer;
+    pub use burn_fsdp_glue::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{LowBitOptimizer, Norm, StateFormat, check_elementwise};
 }
 
@@ -131,15 +110,15 @@ pub mod optim {
 ///
 /// [`save`](save()), [`resume`] and [`Checkpointer`] are enough for most programs.
 pub mod checkpoint {
-    pub use crate::restore::restore;
-    pub use crate::snapshot::snapshot;
     pub use burn_fsdp_checkpoint::Checkpoints;
+    pub use burn_fsdp_glue::restore::restore;
+    pub use burn_fsdp_glue::snapshot::snapshot;
 }
 
 /// Compiles a whole train step into one graph, and converts state from and to sharded modules.
 pub mod compile {
-    pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_certificate::compile;
+    pub use burn_fsdp_glue::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_spmd::passes::schedule::Options;
     pub use burn_fsdp_spmd::{
         Batch, BatchMapper, CompiledStep, Evaluation, Expand, LossScaling, Mode, OptimizerGroups,
@@ -150,6 +129,13 @@ pub mod compile {
 /// The memory of a compiled step, planned before it runs.
 pub mod plan {
     pub use burn_fsdp_plan::MemoryPlan;
+}
+
+/// Burn's own training loop over sharded modules: `SupervisedTraining` with its metrics, dashboard, learning-rate
+/// schedules, early stopping, gradient accumulation and checkpoints.
+#[cfg(feature = "train")]
+pub mod train {
+    pub use burn_fsdp_train::{FullySharded, Lent};
 }
 
 /// The examples of the README and of the book, compiled and run as tests.

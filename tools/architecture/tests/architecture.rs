@@ -13,7 +13,7 @@ use burn_fsdp_architecture::sizes::{self, TooLarge};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the workspace crates that it may use.
-const ALLOWED: [(&str, &[&str]); 24] = [
+const ALLOWED: [(&str, &[&str]); 26] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-rendezvous", &["burn-fsdp-mesh"]),
     (
@@ -62,13 +62,38 @@ const ALLOWED: [(&str, &[&str]); 24] = [
         &["burn-fsdp-collectives", "burn-fsdp-spmd"],
     ),
     (
-        "burn-fsdp",
+        "burn-fsdp-glue",
         &[
             "burn-fsdp-mesh",
             "burn-fsdp-collectives",
             "burn-fsdp-tensors",
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
+            "burn-fsdp-spmd",
+        ],
+    ),
+    (
+        "burn-fsdp-train",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-tensors",
+            "burn-fsdp-shard",
+            "burn-fsdp-checkpoint",
+            "burn-fsdp-spmd",
+            "burn-fsdp-certificate",
+            "burn-fsdp-glue",
+        ],
+    ),
+    (
+        "burn-fsdp",
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-shard",
+            "burn-fsdp-checkpoint",
+            "burn-fsdp-glue",
+            "burn-fsdp-train",
             "burn-fsdp-spmd",
             "burn-fsdp-certificate",
             "burn-fsdp-plan",

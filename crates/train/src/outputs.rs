@@ -1,0 +1,198 @@
+//! The outputs of steps in transit to rank 0, which passes them to the metrics.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
+use burn::data::dataloader::Progress;
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::tensor::{Bytes, Device};
+use burn::train::{InferenceStep, LearnerModel, TrainStep, TrainingItem};
+use burn_fsdp_collectives::{BufferPool, ElementType, Part, ProcessGroup, Source};
+use burn_fsdp_mesh::Partition;
+
+use crate::lock::held;
+use crate::portable::{Parcel, Portable};
+use burn_fsdp_glue::error::Error;
+use burn_fsdp_glue::snapshot::Elements;
+
+/// The outputs of a training run and its validations.
+pub(crate) struct Outputs<M: LearnerModel> {
+    pub(crate) training: Channel<<M as TrainStep>::Output>,
+    pub(crate) validation: Channel<<M as InferenceStep>::Output>,
+}
+
+impl<M: LearnerModel> Outputs<M> {
+    pub(crate) fn of_ranks(ranks: usize, codecs: Option<Codecs<M>>) -> Self {
+        Self {
+            training: Channel::of_ranks(ranks, codecs.map(|of| of.training)),
+            validation: Channel::of_ranks(ranks, codecs.map(|of| of.validation)),
+        }
+    }
+}
+
+/// The codecs for sending a model's step outputs between processes.
+pub(crate) struct Codecs<M: LearnerModel> {
+    training: Codec<<M as TrainStep>::Output>,
+    validation: Codec<<M as InferenceStep>::Output>,
+}
+
+impl<M: LearnerModel> Codecs<M>
+where
+    <M as TrainStep>::Output: Portable,
+    <M as InferenceStep>::Output: Portable,
+{
+    pub(crate) fn new() -> Self {
+        Self {
+            training: Codec::new(),
+            validation: Codec::new(),
+        }
+    }
+}
+
+impl<M: LearnerModel> Clone for Codecs<M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<M: LearnerModel> Copy for Codecs<M> {}
+
+/// The outputs of training or of validation on their way to rank 0. Threads store them where rank 0 finds them;
+/// processes send them.
+pub(crate) struct Channel<O> {
+    /// The outputs that have arrived at rank 0, by rank.
+    arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
+    /// `None` if ranks are threads.
+    codec: Option<Codec<O>>,
+    /// The encoded output of this process that waits to be sent to rank 0.
+    waiting: Mutex<Option<Bytes>>,
+}
+
+impl<O> Channel<O> {
+    fn of_ranks(ranks: usize, codec: Option<Codec<O>>) -> Self {
+        Self {
+            arrived: (0..ranks).map(|_| Mutex::default()).collect(),
+            codec,
+            waiting: Mutex::default(),
+        }
+    }
+
+    /// Stores the output of a step of `rank`. If ranks are processes, it must be sent to rank 0 before the next output
+    /// is stored.
+    pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
+        match self.codec {
+            Some(codec) if rank > 0 => {
+                let before = held(&self.waiting).replace((codec.encode)(item)?);
+                debug_assert!(before.is_none(), "an output is brought before the next one");
+            }
+            _ => held(&self.arrived[rank]).push_back(item),
+        }
+        Ok(())
+    }
+
+    /// Returns the size in bytes of the output that waits in this process.
+    pub(crate) fn waiting(&self) -> usize {
+        held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
+    }
+
+    /// Sends the waiting outputs of other processes to rank 0, which decodes them on `device` with the learning rates
+    /// `rates`. `waiting` has the number of waiting bytes of each process.
+    ///
+    /// Collective: one operation, or none if nothing waits, as with threads.
+    pub(crate) fn bring(
+        &self,
+        world: &ProcessGroup,
+        waiting: &[usize],
+        device: &Device,
+        rates: Option<&ModuleLearningRate>,
+    ) -> Result<(), Error> {
+        let senders = waiting.iter().enumerate();
+        let senders: Vec<_> = senders.filter(|(_, size)| **size > 0).collect();
+        let Some(codec) = self.codec.filter(|_| !senders.is_empty()) else {
+            return Ok(());
+        };
+        let (rank, ranks) = (world.rank(), world.size());
+        let mut own = held(&self.waiting).take();
+        // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
+        let pool = BufferPool::new();
+        let (mut parts, mut into) = (Vec::new(), Vec::new());
+        for (sender, size) in &senders {
+            let partition = Partition::one_owner(**size, ranks, *sender)?;
+            let bytes = own.take_if(|_| *sender == rank);
+            let source = bytes.map_or_else(Source::empty, |bytes| Source::new(Elements(bytes)));
+            parts.push(Part::new(source, partition, ElementType::U8));
+            if rank == 0 {
+                into.push(pool.take(**size));
+            }
+        }
+        let received = world.gather("outputs for the metrics", Vec::new(), 0, parts, into)?;
+        for ((sender, _), buffer) in senders.iter().zip(received.buffers) {
+            let bytes = Bytes::from_bytes_vec(buffer.as_ref().to_vec());
+            let item = (codec.decode)(bytes, device, rates)?;
+            held(&self.arrived[*sender]).push_back(item);
+        }
+        Ok(())
+    }
+
+    /// Takes one output of each rank that has one, in rank order.
+    pub(crate) fn take(&self) -> impl Iterator<Item = TrainingItem<O>> {
+        let arrived = self.arrived.iter();
+        arrived.filter_map(|items| held(items).pop_front())
+    }
+}
+
+type Decode<O> = fn(Bytes, &Device, Option<&ModuleLearningRate>) -> Result<TrainingItem<O>, Error>;
+
+/// Encodes outputs as bytes and decodes them. The bytes lack the learning rates, which are the same on all ranks.
+struct Codec<O> {
+    encode: fn(TrainingItem<O>) -> Result<Bytes, Error>,
+    decode: Decode<O>,
+}
+
+impl<O> Clone for Codec<O> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<O> Copy for Codec<O> {}
+
+const ITERATION: &str = "iteration";
+const HAD: &str = "had";
+const OF: &str = "of";
+
+impl<O: Portable> Codec<O> {
+    fn new() -> Self {
+        Self {
+            encode: |item| {
+                let mut parcel = Parcel::new();
+                item.item.pack(&mut parcel);
+                let numbers = [
+                    (ITERATION, item.iteration.unwrap_or(0) as u64),
+                    (HAD, item.progress.items_processed as u64),
+                    (OF, item.progress.items_total as u64),
+                ];
+                parcel.into_bytes(&numbers)
+            },
+            decode: |bytes, device, rates| {
+                let (mut parcel, numbers) = Parcel::of_bytes(bytes)?;
+                let number = |name: &str| {
+                    let number = numbers.get(name).ok_or_else(|| Error::Parcel {
+                        name: name.to_owned(),
+                        reason: "is missing".to_owned(),
+                    })?;
+                    Ok::<_, Error>(*number as usize)
+                };
+                let progress = progress(number(HAD)?, number(OF)?);
+                let iteration = Some(number(ITERATION)?);
+                let item = O::unpack(&mut parcel, device)?;
+                Ok(TrainingItem::new(item, progress, iteration, rates.cloned()))
+            },
+        }
+    }
+}
+
+/// Returns the progress of an epoch: `had` items of `of`.
+pub(crate) fn progress(had: usize, of: usize) -> Progress {
+    Progress::new(had, of, Some("items".to_owned()))
+}
