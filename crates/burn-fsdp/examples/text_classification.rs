@@ -124,8 +124,8 @@ fn lines() -> Vec<Line> {
         include_str!("../../shard/src/wrap/mod.rs"),
         include_str!("../../shard/src/state/record.rs"),
         include_str!("../../collectives/src/group/collective.rs"),
-        include_str!("../src/snapshot.rs"),
-        include_str!("../src/restore.rs"),
+        include_str!("../../glue/src/snapshot.rs"),
+        include_str!("../../glue/src/restore.rs"),
     ];
     let usable = |text: &'static str| text.lines().filter(|line| line.len() >= LEAST);
     // Comments are prose. Tables and code blocks are neither.

@@ -60,6 +60,9 @@ impl<T, M> Classifier<T> for M where
 {
 }
 
+/// The functions that create a model and compute a batch's output.
+pub(crate) type Closures<M, T> = (fn(&Device) -> M, fn(&M, T) -> ClassificationOutput);
+
 /// The means of loss and accuracy in each epoch, first on the training items, then on the held-out items.
 pub(crate) type Metrics = Vec<(&'static str, usize, [f64; 2])>;
 
@@ -119,7 +122,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
     /// Burn's.
     pub(crate) fn assert_compiled_as_by_burn<T, M>(
         &self,
-        model: (fn(&Device) -> M, fn(&M, T) -> ClassificationOutput),
+        model: Closures<M, T>,
         optimizer: fn() -> OptimizerGroups,
         ranks: &[usize],
     ) where
@@ -136,7 +139,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
     /// Trains a model by compiled steps on some ranks; each takes its part of every step.
     pub(crate) fn compiled<T, M>(
         &self,
-        (new, forward): (fn(&Device) -> M, fn(&M, T) -> ClassificationOutput),
+        (new, forward): Closures<M, T>,
         optimizer: fn() -> OptimizerGroups,
         ranks: usize,
     ) -> Metrics

@@ -46,7 +46,7 @@ enum State {
     #[default]
     Sharded,
     /// A gather is in progress. Its buffers are allocated, and this rank's shards are published.
-    Gathering(Gather),
+    Gathering(Box<Gather>),
     /// The full parameters exist, flat and without autodiff, one for each gathered slot.
     Unsharded(Slots<Tensor<1>>),
 }
@@ -81,7 +81,7 @@ impl LifeCycle {
     }
 
     pub(crate) fn begin_gather(&self, gather: Gather) {
-        *self.0.lock() = State::Gathering(gather);
+        *self.0.lock() = State::Gathering(Box::new(gather));
     }
 
     /// Creates the full parameters from the current gather. `arrive` waits for the gather, and also returns a result
@@ -92,7 +92,7 @@ impl LifeCycle {
     ) -> Result<Option<T>, Error> {
         let mut state = self.0.lock();
         let gather = match std::mem::take(&mut *state) {
-            State::Gathering(gather) => gather,
+            State::Gathering(gather) => *gather,
             other => {
                 *state = other;
                 return Ok(None);

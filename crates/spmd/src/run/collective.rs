@@ -49,11 +49,14 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
     Ok(CrossPart::new(source, part.partition, across, element))
 }
 
-/// Starts a collective of these tensors, one per part, with their seals. A tensor that another rank owns is `None`.
+/// A tensor of a collective, with its seal.
+pub(super) type Sealable<B> = (HandleKind<B>, Option<Arc<Sealed>>);
+
+/// Starts a collective of these tensors, one per part. A tensor that another rank owns is `None`.
 pub(super) fn start<B: BackendIr>(
     (group, staging): (&ProcessGroup, &Staging),
     collective: &Collective,
-    tensors: Vec<Option<(HandleKind<B>, Option<Arc<Sealed>>)>>,
+    tensors: Vec<Option<Sealable<B>>>,
 ) -> Result<Started, Failure> {
     let contract = collective.kind.contract();
     let mut given = Vec::new();
