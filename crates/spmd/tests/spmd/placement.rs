@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_certificate::compile;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_mesh::Placement::{Replicate, Shard};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, Strategy, compile};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, Strategy};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
