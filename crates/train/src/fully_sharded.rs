@@ -336,6 +336,10 @@ impl FullySharded {
     /// - [`Error::OtherTraining`] if a process is about to run a different training;
     /// - `OptimizersDiffer` or `Disagreement`, errors of sharding, if an optimizer or an integer parameter differs;
     /// - the error for an output that [`Portable::unpack`] rejects.
+    ///
+    /// [`LaunchError::OtherSize`]: burn_fsdp_collectives::LaunchError::OtherSize
+    /// [`LaunchError::Again`]: burn_fsdp_collectives::LaunchError::Again
+    /// [`LaunchError::Failed`]: burn_fsdp_collectives::LaunchError::Failed
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,

@@ -21,7 +21,7 @@ use crate::strategy::Left;
 use burn_fsdp_glue::error::Error;
 
 impl FullySharded {
-    /// Works like [`launch`](Self::launch), but compiles the train step, as [`compile`](crate::compile::compile) does.
+    /// Works like [`launch`](Self::launch), but compiles the train step, as [`compile`] does.
     /// Only Burn's CPU backend runs it, with threads as ranks.
     ///
     /// `init` creates the model on a device, also on one without autodiff, where `Tensor::require_grad` panics. `forward`
@@ -109,8 +109,10 @@ impl FullySharded {
     /// # Errors
     ///
     /// [`Error::EagerSetting`] if a policy, clipping, a loss scaler or devices were set; [`Error::UnevenItems`];
-    /// [`Error::UnevenBatches`]; the errors of [`compile`](crate::compile::compile), and those of
+    /// [`Error::UnevenBatches`]; the errors of [`compile`], and those of
     /// [`launch`](Self::launch).
+    ///
+    /// [`compile`]: burn_fsdp_certificate::compile
     pub fn launch_compiled<M, I, O>(
         &self,
         training: SupervisedTraining<Lent<M>>,

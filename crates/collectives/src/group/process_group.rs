@@ -34,7 +34,7 @@ pub(super) struct Handle {
     pub(super) state: Arc<RankState>,
     pub(super) pool: BufferPool,
     progress: Mutex<Progress>,
-    /// The comparison of bytes, with [`Check::Agreement`].
+    /// The comparison of bytes, with [`Check::Agreement`](crate::Check::Agreement).
     pub(super) checked: Option<Arc<Checked>>,
 }
 
@@ -145,12 +145,12 @@ impl ProcessGroup {
     }
 
     /// Registers `watch`, which is called with the checksums of each completed operation of this rank, on any group. It
-    /// is called only if ranks compare bytes ([`Check::Agreement`]). It must not start an operation.
+    /// is called only if ranks compare bytes ([`Check::Agreement`](crate::Check::Agreement)). It must not start an operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
         self.0.state.watch(watch);
     }
 
-    /// Returns true if the ranks compare bytes ([`Check::Agreement`]).
+    /// Returns true if the ranks compare bytes ([`Check::Agreement`](crate::Check::Agreement)).
     pub fn compares_bytes(&self) -> bool {
         self.0.checked.is_some()
     }
