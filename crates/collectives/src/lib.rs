@@ -73,7 +73,7 @@ pub mod engine {
         Subgroup, checksum,
     };
     pub use burn_fsdp_transport::{
-        AlteredPart, Awaited, Completion, Engine, Fence, Findings, Flight, Payload, Request, Space,
-        Withdrawn, copy, reduce,
+        AlteredPart, Awaited, Completion, DeviceMemory, Engine, Fence, Findings, Flight, Payload,
+        Request, Space, Stopped, Stretch, copy, reduce,
     };
 }

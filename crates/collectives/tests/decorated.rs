@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn_fsdp_collectives::engine::{
     Awaited, Claim, Completion, Control, Engine, Findings, Flight, Meeting, Messages, Request,
-    Subgroup, Withdrawn,
+    Subgroup, Stopped,
 };
 use burn_fsdp_collectives::{
     Buffer, BufferPool, Check, ElementType, Error, FullPart, LaunchConfig, Operation, ProcessGroup,
@@ -12,7 +12,7 @@ use burn_fsdp_collectives::{
 };
 
 /// What an engine does to the result of an operation.
-type Change = fn(Vec<Buffer>) -> Result<Vec<Buffer>, Withdrawn>;
+type Change = fn(Vec<Buffer>) -> Result<Vec<Buffer>, Stopped>;
 
 /// An engine that changes the results of another.
 #[derive(Debug)]
@@ -65,11 +65,11 @@ impl Flight for Changed {
         self.inner.missing(awaited)
     }
 
-    fn begin(&mut self) -> Result<(), Withdrawn> {
+    fn begin(&mut self) -> Result<(), Stopped> {
         self.inner.begin()
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         match self.inner.receive()? {
             Completion::Done(buffers) => Ok(Completion::Done((self.change)(buffers)?)),
             other => Ok(other),
@@ -146,7 +146,7 @@ fn an_engine_that_returns_other_buffers_is_named() {
             "returned 4 bytes in host memory for buffer 0",
         ),
         (
-            |_| Err(Withdrawn),
+            |_| Err(Stopped::Withdrawn),
             "a withdrawal before any rank has failed",
         ),
     ];

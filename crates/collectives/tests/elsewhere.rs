@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use burn_fsdp_collectives::engine::{
     Awaited, Claim, Completion, Control, Engine, Fence, Flight, Meeting, Messages, Payload,
-    Request, Space, Subgroup, Withdrawn,
+    Request, Space, Subgroup, Stopped,
 };
 use burn_fsdp_collectives::{
     Buffer, Check, ElementType, Error, LaunchConfig, Operation, Part, Partition, ProcessGroup,
@@ -143,7 +143,7 @@ impl Flight for Enqueued {
         Vec::new()
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         let signature = &self.meeting.claim(self.rank).signature;
         let mut full = vec![0; self.into[0].len()];
         for (from, sources) in self.board.iter().enumerate() {

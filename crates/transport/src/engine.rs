@@ -33,6 +33,12 @@ pub trait Engine: Messages {
         space == Space::Host
     }
 
+    /// Returns true if sources may also be [shared](crate::Payload::is_shared) payloads, and buffers in a
+    /// [`DeviceMemory`](crate::DeviceMemory).
+    fn shares_devices(&self) -> bool {
+        false
+    }
+
     /// Returns true if bytes move while the rank computes, and not only while it waits.
     fn overlaps(&self) -> bool {
         false
@@ -88,8 +94,8 @@ pub trait Flight: Send {
     ///
     /// # Errors
     ///
-    /// [`Withdrawn`], which only a failure of the domain can cause.
-    fn begin(&mut self) -> Result<(), Withdrawn> {
+    /// [`Stopped`].
+    fn begin(&mut self) -> Result<(), Stopped> {
         Ok(())
     }
 
@@ -98,7 +104,7 @@ pub trait Flight: Send {
     /// # Errors
     ///
     /// Same as [`begin`](Self::begin).
-    fn receive(&mut self) -> Result<Completion, Withdrawn>;
+    fn receive(&mut self) -> Result<Completion, Stopped>;
 
     /// Returns the engine's findings about the bytes that it has moved. Called after [`receive`](Self::receive) if the
     /// ranks compare bytes.
@@ -156,6 +162,11 @@ impl AlteredPart {
     }
 }
 
-/// The withdrawal of a rank's sources, which happens when its failure domain has ended.
+/// The reason why a flight has no result.
 #[derive(Debug)]
-pub struct Withdrawn;
+pub enum Stopped {
+    /// A rank has withdrawn its sources, which happens when its failure domain has ended.
+    Withdrawn,
+    /// The engine cannot move these bytes, for the described reason. The failure domain ends.
+    Failed(String),
+}

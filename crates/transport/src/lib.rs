@@ -6,13 +6,15 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod device;
 mod engine;
 mod payload;
 mod pool;
 mod source;
 
 pub use arithmetic::{copy, copy_and_read, reduce, reduce_and_read};
-pub use engine::{AlteredPart, Awaited, Completion, Engine, Findings, Flight, Request, Withdrawn};
+pub use device::{DeviceMemory, Stretch};
+pub use engine::{AlteredPart, Awaited, Completion, Engine, Findings, Flight, Request, Stopped};
 pub use payload::{Fence, Payload, Space};
 pub use pool::{Account, Buffer, BufferPool};
 pub use source::Source;

@@ -1,6 +1,7 @@
 //! Bytes in host or device memory.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt;
 
 /// The kind of memory that holds some bytes.
@@ -46,6 +47,22 @@ pub trait Payload: Send + Sync {
 
     /// Returns the bytes if they are in [`Space::Host`], and `None` otherwise.
     fn host(&self) -> Option<&[u8]>;
+
+    /// Returns the bytes, copied to the host if they are elsewhere. Waits until they are computed.
+    ///
+    /// # Errors
+    ///
+    /// A description of the failure: the host cannot read this memory.
+    fn read(&self) -> Result<Cow<'_, [u8]>, String> {
+        let host = self.host().map(Cow::Borrowed);
+        host.ok_or_else(|| format!("the host cannot read {}", self.space()))
+    }
+
+    /// Returns true if the threads of this process can read the bytes through a
+    /// [`DeviceMemory`](crate::DeviceMemory).
+    fn is_shared(&self) -> bool {
+        false
+    }
 
     /// Returns the payload as `Any`, for downcasting.
     fn as_any(&self) -> &dyn Any;

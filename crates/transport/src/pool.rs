@@ -1,10 +1,12 @@
 //! The memory of one rank's operations.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use super::device::DeviceMemory;
 use super::payload::{Payload, Space};
 use burn_fsdp_rendezvous::lock;
 
@@ -161,6 +163,8 @@ enum Memory {
     Awaited {
         space: Space,
         len: usize,
+        /// The memory in which an engine of threads makes the bytes.
+        memory: Option<Arc<dyn DeviceMemory>>,
     },
     Arrived(Box<dyn Payload>),
 }
@@ -178,7 +182,30 @@ impl Buffer {
     pub fn in_space(space: Space, len: usize) -> Self {
         match space {
             Space::Host => BufferPool::new().take(len),
-            _ => Self(Memory::Awaited { space, len }),
+            _ => Self(Memory::Awaited {
+                space,
+                len,
+                memory: None,
+            }),
+        }
+    }
+
+    /// Returns a buffer for `len` bytes that an engine of threads makes in `memory`. Nothing is allocated until the
+    /// operation returns it.
+    pub fn in_memory(memory: Arc<dyn DeviceMemory>, len: usize) -> Self {
+        Self(Memory::Awaited {
+            space: memory.space(),
+            len,
+            memory: Some(memory),
+        })
+    }
+
+    /// Returns the memory in which an engine of threads makes the bytes, if they have not arrived.
+    #[inline]
+    pub fn memory(&self) -> Option<&Arc<dyn DeviceMemory>> {
+        match &self.0 {
+            Memory::Awaited { memory, .. } => memory.as_ref(),
+            Memory::Pooled(_) | Memory::Arrived(_) => None,
         }
     }
 
@@ -263,6 +290,20 @@ impl Payload for Buffer {
 
     fn host(&self) -> Option<&[u8]> {
         self.host()
+    }
+
+    fn read(&self) -> Result<Cow<'_, [u8]>, String> {
+        match &self.0 {
+            Memory::Arrived(payload) => payload.read(),
+            _ => {
+                let host = self.host().map(Cow::Borrowed);
+                host.ok_or_else(|| "the bytes have not arrived".to_owned())
+            }
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        matches!(&self.0, Memory::Arrived(payload) if payload.is_shared())
     }
 
     /// Returns the payload that an engine has allocated, or the buffer.

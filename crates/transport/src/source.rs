@@ -1,6 +1,7 @@
 //! Bytes that a rank lets its peers read.
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -98,6 +99,18 @@ impl Source {
         match &self.owner {
             Owner::Host(_) => None,
             Owner::Payload(payload) => Some(&**payload),
+        }
+    }
+
+    /// Returns the bytes, copied to the host if they are elsewhere. Waits until they are computed.
+    ///
+    /// # Errors
+    ///
+    /// A description of the failure: the host cannot read this memory.
+    pub fn read(&self) -> Result<Cow<'_, [u8]>, String> {
+        match &self.owner {
+            Owner::Host(owner) => Ok(Cow::Borrowed((**owner).as_ref())),
+            Owner::Payload(payload) => payload.read(),
         }
     }
 

@@ -180,13 +180,13 @@ impl Flight for ShelfFlight {
             .collect()
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         let sources = self
             .shelf
             .places
             .iter()
             .map(|place| place.lock().unwrap().clone());
-        let sources: Vec<_> = sources.collect::<Option<_>>().ok_or(Withdrawn)?;
+        let sources: Vec<_> = sources.collect::<Option<_>>().ok_or(Stopped::Withdrawn)?;
         let mut buffers = std::mem::take(&mut self.into);
         self.fill(&sources, &mut buffers);
         if self.meeting.claim(self.rank).signature.reduction.is_some() {

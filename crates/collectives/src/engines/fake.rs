@@ -10,7 +10,7 @@ use burn_fsdp_rendezvous::{
     Claim, Control, Meeting, Messages, Operation, OperationKind, Route, Subgroup,
 };
 use burn_fsdp_transport::{
-    Awaited, Buffer, Completion, Engine, Flight, Request, Source, Withdrawn, copy, reduce,
+    Awaited, Buffer, Completion, Engine, Flight, Request, Source, Stopped, copy, reduce,
 };
 
 /// Returns the handle of rank `rank`, the only existing rank of a group of `size` ranks.
@@ -118,7 +118,7 @@ impl Flight for FakeFlight {
         Vec::new()
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         let signature = &self.meeting.claim.signature;
         let mut buffers = std::mem::take(&mut self.into);
         let sources = std::mem::take(&mut self.sources);

@@ -3,7 +3,7 @@
 use super::pending::Pending;
 use super::process_group::{Contribution, ProcessGroup};
 use burn_fsdp_rendezvous::{Error, Extent, Label, OperationKind, Reduction, Share, Signature};
-use burn_fsdp_transport::{Buffer, Source, Space};
+use burn_fsdp_transport::{Buffer, Payload, Source, Space};
 
 /// A call under construction. Each step checks the arguments that it adds.
 pub(crate) struct Call<'a> {
@@ -87,7 +87,8 @@ impl<'a> Call<'a> {
                 return Err(self.argument(argument, bytes(len), bytes(source.len())));
             }
             let argument = || format!("parts[{index}].source");
-            self.check_space(len, source.space(), argument)?;
+            let is_shared = source.payload().is_some_and(Payload::is_shared);
+            self.check_space(len, (source.space(), is_shared), argument)?;
             self.signature.extents.push(extent);
             self.sources.push(source);
         }
@@ -120,7 +121,8 @@ impl<'a> Call<'a> {
         }
         for (index, buffer) in into.iter().enumerate() {
             let argument = || format!("into[{index}]");
-            self.check_space(buffer.len(), buffer.space(), argument)?;
+            let is_shared = buffer.memory().is_some();
+            self.check_space(buffer.len(), (buffer.space(), is_shared), argument)?;
         }
         self.into = into;
         Ok(self)
@@ -154,7 +156,7 @@ impl<'a> Call<'a> {
     fn check_space(
         &mut self,
         len: usize,
-        space: Space,
+        (space, is_shared): (Space, bool),
         argument: impl FnOnce() -> String,
     ) -> Result<(), Error> {
         // The first comparison is cheap and succeeds for nearly all calls.
@@ -166,7 +168,7 @@ impl<'a> Call<'a> {
         }
         let expected = match self.space {
             Some(space) => format!("in {space} (like the other bytes of the call)"),
-            None if self.group.takes(space) => {
+            None if self.group.takes(space) || is_shared && self.group.shares_devices() => {
                 self.space = Some(space);
                 return Ok(());
             }

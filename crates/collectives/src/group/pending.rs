@@ -11,7 +11,7 @@ use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
     CommStage, Control, EntryState, Error, GroupId, Operation, RankState, Stage, Wait,
 };
-use burn_fsdp_transport::{Awaited, Completion, Withdrawn};
+use burn_fsdp_transport::{Awaited, Completion, Stopped};
 
 /// An operation that this rank has started but not yet waited for. It owns the operation's sources and buffers.
 ///
@@ -204,16 +204,19 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// Turns a withdrawal into the failure of the domain. Published sources stay until all ranks have read them, unless
-    /// the domain has failed.
-    fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
-        read.or_else(|Withdrawn| {
+    /// Turns a flight without result into the failure of the domain. Published sources stay until all ranks have read
+    /// them, unless the domain has failed.
+    fn there<U>(&self, read: Result<U, Stopped>) -> Result<U, Error> {
+        read.or_else(|stopped| {
             self.peers.control.check(&self.entry.operation)?;
-            let expected = "the bytes of every rank until all have read them".to_owned();
-            Err(self.engine_error(
-                expected,
-                "a withdrawal before any rank has failed".to_owned(),
-            ))
+            let (expected, got) = match stopped {
+                Stopped::Withdrawn => (
+                    "the bytes of every rank until all have read them",
+                    "a withdrawal before any rank has failed".to_owned(),
+                ),
+                Stopped::Failed(reason) => ("bytes that it can move", reason),
+            };
+            Err(self.engine_error(expected.to_owned(), got))
         })
     }
 

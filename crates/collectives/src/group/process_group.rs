@@ -260,6 +260,9 @@ impl ProcessGroup {
     /// Flips a bit of the bytes that this rank contributes, if a fault is armed for it.
     fn flip_if_told(&self, sources: &mut [Source]) {
         for source in sources {
+            if source.host().is_none() {
+                continue;
+            }
             if let Some(bit) = self.flips(At::Collective, source.len()) {
                 let mut bytes = source.as_bytes().to_vec();
                 bytes[bit / 8] ^= 1 << (bit % 8);
@@ -273,6 +276,13 @@ impl ProcessGroup {
     pub(crate) fn takes(&self, space: Space) -> bool {
         let is_read = self.compares_bytes() && space != Space::Host;
         !is_read && self.0.engine.takes(space)
+    }
+
+    /// Returns true if the group's engine moves bytes in the memory of devices, because its ranks are threads of this
+    /// process. It does not if ranks compare bytes ([`Check::Agreement`](crate::Check::Agreement)), which they read on
+    /// the host.
+    pub fn shares_devices(&self) -> bool {
+        !self.compares_bytes() && self.0.engine.shares_devices()
     }
 
     /// Returns the failure domain of the group.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn_fsdp_rendezvous::{Meeting, Who};
 use burn_fsdp_transport::{
-    Awaited, Buffer, Completion, Engine, Findings, Flight, Request, Space, Withdrawn,
+    Awaited, Buffer, Completion, Engine, Findings, Flight, Request, Space, Stopped,
 };
 
 /// An operation that this rank has started on its engine.
@@ -46,14 +46,14 @@ impl Started {
         }
     }
 
-    pub(super) fn begin(&mut self) -> Result<(), Withdrawn> {
+    pub(super) fn begin(&mut self) -> Result<(), Stopped> {
         match self {
             Self::Posted(_) => Ok(()),
             Self::Flying(flight) => flight.begin(),
         }
     }
 
-    pub(super) fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    pub(super) fn receive(&mut self) -> Result<Completion, Stopped> {
         match self {
             Self::Posted(_) => Ok(Completion::Done(Vec::new())),
             Self::Flying(flight) => flight.receive(),

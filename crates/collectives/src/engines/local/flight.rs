@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::round::{Round, Sources};
 use super::team::Team;
+use super::shared;
 use super::transfer::{self, Combined};
 use burn_fsdp_rendezvous::{Checksums, Extent, Meeting, OperationKind, Reduction, Signature};
 use burn_fsdp_transport::{
-    AlteredPart, Awaited, Buffer, Completion, Findings, Flight, Source, Withdrawn,
+    AlteredPart, Awaited, Buffer, Completion, Findings, Flight, Source, Stopped,
 };
 
 /// An operation for which this rank has published its part.
@@ -42,18 +43,21 @@ impl LocalFlight {
     }
 
     /// Fills the buffers. All ranks must have published the same signature.
-    fn transfer(&mut self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
+    fn transfer(&mut self, into: &mut [Buffer]) -> Result<(), Stopped> {
+        if shared::are_on_device(into) {
+            return self.transfer_on_device(into);
+        }
         let round = self.round.clone();
         let signature = &round.claim(self.rank).signature;
         match (signature.kind, &signature.reduction) {
             (OperationKind::AllReduce, Some(reduction)) => {
-                let slices = self.all(|rank| self.round.slice(rank))?;
+                let slices = self.all_on_host(|rank| self.round.slice(rank))?;
                 let whose = (self.rank, self.compares());
                 self.findings.results =
                     transfer::join(reduction, &signature.extents, &slices, whose, into);
             }
             (_, Some(reduction)) => {
-                let tensors = self.all(|rank| self.round.sources(rank))?;
+                let tensors = self.all_on_host(|rank| self.round.sources(rank))?;
                 let whose = (self.rank, self.compares());
                 let combined =
                     transfer::combine(reduction, &signature.extents, &tensors, whose, into);
@@ -80,6 +84,31 @@ impl LocalFlight {
         Ok(())
     }
 
+    /// Replaces the buffers by results in their device's memory. All ranks must have published the same signature.
+    fn transfer_on_device(&self, into: &mut [Buffer]) -> Result<(), Stopped> {
+        let signature = self.signature();
+        match (signature.kind, &signature.reduction) {
+            (OperationKind::AllReduce, Some(reduction)) => {
+                let slices = self.all(|rank| self.round.slice(rank))?;
+                shared::join(reduction, &signature.extents, &slices, into)
+            }
+            (_, Some(reduction)) => {
+                let tensors = self.all(|rank| self.round.sources(rank))?;
+                shared::combine(reduction, &signature.extents, &tensors, self.rank, into)
+            }
+            (_, None) => {
+                let gives = |rank: &usize| signature.travels(*rank, self.rank);
+                let from = (0..self.team.size()).filter(gives);
+                let given = from.map(|rank| {
+                    let routes = signature.routes(rank, self.rank);
+                    Ok((self.round.sources(rank).ok_or(Stopped::Withdrawn)?, routes))
+                });
+                let given = given.collect::<Result<Vec<_>, Stopped>>()?;
+                shared::place(&signature.extents, &given, into)
+            }
+        }
+    }
+
     /// Combines this rank's slice of an all-reduce, then the slices that no rank has begun yet.
     ///
     /// A rank therefore waits only for slices that another rank is working on. A rank that arrives late or has
@@ -88,17 +117,27 @@ impl LocalFlight {
         &mut self,
         reduction: &Reduction,
         extents: &[Extent],
-    ) -> Result<(), Withdrawn> {
-        let tensors = self.all(|rank| self.round.sources(rank))?;
+    ) -> Result<(), Stopped> {
+        let is_on_device = shared::are_on_device(&self.into);
+        let tensors = if is_on_device {
+            self.all(|rank| self.round.sources(rank))?
+        } else {
+            self.all_on_host(|rank| self.round.sources(rank))?
+        };
         let num_ranks = self.team.size();
         for slice in (self.rank..num_ranks).chain(0..self.rank) {
             if self.round.take_slice(slice, self.rank) {
-                let mut parts = self.slice_buffers(slice, reduction, extents);
-                let whose = (slice, self.compares());
-                let combined = transfer::combine(reduction, extents, &tensors, whose, &mut parts);
-                self.check_addends(&tensors, slice, &combined);
-                self.round
-                    .publish_slice(slice, parts.into_iter().map(Source::new).collect());
+                let parts = if is_on_device {
+                    shared::slice(reduction, extents, &tensors, slice, &self.into)?
+                } else {
+                    let mut parts = self.slice_buffers(slice, reduction, extents);
+                    let whose = (slice, self.compares());
+                    let combined =
+                        transfer::combine(reduction, extents, &tensors, whose, &mut parts);
+                    self.check_addends(&tensors, slice, &combined);
+                    parts.into_iter().map(Source::new).collect()
+                };
+                self.round.publish_slice(slice, parts);
                 self.team.ring();
             }
         }
@@ -154,14 +193,21 @@ impl LocalFlight {
             .collect()
     }
 
-    fn published(&self, rank: usize) -> Result<Sources, Withdrawn> {
-        self.round.sources(rank).ok_or(Withdrawn)
+    /// Returns a rank's sources, for reading on the host.
+    fn published(&self, rank: usize) -> Result<Sources, Stopped> {
+        let sources = self.round.sources(rank).ok_or(Stopped::Withdrawn)?;
+        shared::on_host(sources)
     }
 
-    fn all(&self, of: impl Fn(usize) -> Option<Sources>) -> Result<Vec<Sources>, Withdrawn> {
+    fn all(&self, of: impl Fn(usize) -> Option<Sources>) -> Result<Vec<Sources>, Stopped> {
         (0..self.team.size())
-            .map(|rank| of(rank).ok_or(Withdrawn))
+            .map(|rank| of(rank).ok_or(Stopped::Withdrawn))
             .collect()
+    }
+
+    /// Returns the sources of all ranks, for reading on the host.
+    fn all_on_host(&self, of: impl Fn(usize) -> Option<Sources>) -> Result<Vec<Sources>, Stopped> {
+        self.all(of)?.into_iter().map(shared::on_host).collect()
     }
 
     /// Marks this rank as done reading. The rank must have dropped everything that it took from the round.
@@ -204,7 +250,7 @@ impl Flight for LocalFlight {
             .collect()
     }
 
-    fn begin(&mut self) -> Result<(), Withdrawn> {
+    fn begin(&mut self) -> Result<(), Stopped> {
         let round = self.round.clone();
         let signature = &round.claim(self.rank).signature;
         match (signature.kind, &signature.reduction) {
@@ -219,7 +265,7 @@ impl Flight for LocalFlight {
         std::mem::take(&mut self.findings)
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         let mut buffers = std::mem::take(&mut self.into);
         self.transfer(&mut buffers)?;
         self.finish();

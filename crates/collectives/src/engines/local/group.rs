@@ -112,6 +112,10 @@ impl Engine for LocalHandle {
         true
     }
 
+    fn shares_devices(&self) -> bool {
+        true
+    }
+
     fn start(&self, request: Request) -> Box<dyn Flight> {
         let Request {
             operation,

@@ -1,11 +1,12 @@
 //! The engine of ranks that are threads of one process.
 //!
-//! Ranks publish their sources and read each other's memory. `src/README.md` of this crate
+//! Ranks publish their sources and read each other's memory, on the host and on devices. `src/README.md` of this crate
 //! describes the protocol and explains why it is correct.
 
 mod flight;
 mod group;
 mod round;
+mod shared;
 mod team;
 mod transfer;
 

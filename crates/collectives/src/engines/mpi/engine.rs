@@ -9,7 +9,7 @@ use super::progress::Command;
 use super::round::{Shared, Start};
 use burn_fsdp_rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, WORLD_DOMAIN};
 use burn_fsdp_transport::{
-    Awaited, BufferPool, Completion, Engine, Findings, Flight, Request, Source, Withdrawn,
+    Awaited, BufferPool, Completion, Engine, Findings, Flight, Request, Source, Stopped,
 };
 
 pub(super) struct MpiHandle {
@@ -150,7 +150,7 @@ impl Flight for MpiFlight {
         self.shared.missing(awaited)
     }
 
-    fn begin(&mut self) -> Result<(), Withdrawn> {
+    fn begin(&mut self) -> Result<(), Stopped> {
         if self.shared.is_moved() {
             self.shared.complete(&std::mem::take(&mut self.sources));
         }
@@ -164,7 +164,7 @@ impl Flight for MpiFlight {
         }
     }
 
-    fn receive(&mut self) -> Result<Completion, Withdrawn> {
+    fn receive(&mut self) -> Result<Completion, Stopped> {
         self.shared.complete(&std::mem::take(&mut self.sources));
         Ok(Completion::Done(self.shared.landing.take()))
     }
