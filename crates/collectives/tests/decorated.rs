@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn_fsdp_collectives::engine::{
     Awaited, Claim, Completion, Control, Engine, Findings, Flight, Meeting, Messages, Request,
-    Subgroup, Stopped,
+    Stopped, Subgroup,
 };
 use burn_fsdp_collectives::{
     Buffer, BufferPool, Check, ElementType, Error, FullPart, LaunchConfig, Operation, ProcessGroup,

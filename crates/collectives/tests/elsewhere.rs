@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use burn_fsdp_collectives::engine::{
     Awaited, Claim, Completion, Control, Engine, Fence, Flight, Meeting, Messages, Payload,
-    Request, Space, Subgroup, Stopped,
+    Request, Space, Stopped, Subgroup,
 };
 use burn_fsdp_collectives::{
     Buffer, Check, ElementType, Error, LaunchConfig, Operation, Part, Partition, ProcessGroup,

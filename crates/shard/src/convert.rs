@@ -1,6 +1,7 @@
 //! Tensors with the properties of others: element type, device, training state.
 
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn_fsdp_tensors::is_host;
 
 /// Returns `tensor` in `dtype`; the same tensor if it already has that type.
 pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
@@ -9,6 +10,15 @@ pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D>
     } else {
         tensor.cast(dtype)
     }
+}
+
+/// Returns a copy of the elements of `tensor`, a part of a larger one, in memory of its own on the same device.
+pub(crate) fn copied(tensor: Tensor<1>) -> Tensor<1> {
+    let ([len], dtype, device) = (tensor.dims(), tensor.dtype(), tensor.device());
+    if is_host(&device) || len == 0 {
+        return Tensor::from_data(tensor.into_data(), (&device, dtype));
+    }
+    Tensor::empty([len], (&device, dtype)).slice_assign(0..len, tensor)
 }
 
 /// Returns a leaf with the elements of `data`, and the element type, device and training state of `old`.

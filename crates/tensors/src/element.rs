@@ -1,6 +1,6 @@
 //! Element types of Burn, of collectives and of files.
 
-use burn::tensor::{BoolStore, DType};
+use burn::tensor::{BoolStore, DType, FloatDType};
 use burn_fsdp_collectives::ElementType;
 use safetensors::Dtype;
 
@@ -47,6 +47,17 @@ pub fn float_type(saved: Dtype) -> Option<DType> {
     FLOATS
         .into_iter()
         .find(|dtype| saved_type(*dtype) == Some(saved))
+}
+
+/// Returns Burn's type for floats that collectives move. Other types have none.
+pub(crate) fn float_of(element: ElementType) -> Option<FloatDType> {
+    Some(match element {
+        ElementType::F64 => FloatDType::F64,
+        ElementType::F32 => FloatDType::F32,
+        ElementType::F16 => FloatDType::F16,
+        ElementType::BF16 => FloatDType::BF16,
+        _ => return None,
+    })
 }
 
 /// Returns true for `f16` and `bf16`.

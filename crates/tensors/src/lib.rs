@@ -9,6 +9,8 @@
 //! | `batch` | nests of tensors |
 //! | `element` | the only mapping of element types between Burn, collectives and files |
 //! | `lend` | tensors to bytes |
+//! | `device` | tensors that threads exchange in the memory of a device |
+//! | `medium` | the memory in which a collective exchanges tensors |
 //! | `take` | bytes to tensors |
 //! | `low_bit` | optimizer states in 16 or 8 bits |
 //! | `host` | tells which tensors are in the host's memory |
@@ -18,19 +20,23 @@
 // `mapped.rs` maps files. Nothing else is unsafe.
 
 mod batch;
+mod device;
 mod element;
 mod host;
 mod lend;
 mod low_bit;
 mod mapped;
+mod medium;
 mod staging;
 mod take;
 
 pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
+pub use device::{device_buffer, device_source, device_tensor, on_shared_stream};
 pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
 pub use lend::{data_source, first_bytes, read, source};
 pub use low_bit::{LowBits, Rounding, StateFormat};
 pub use mapped::Mapped;
+pub use medium::{Medium, arrived};
 pub use staging::{Staged, Staging, Transfers};
 pub use take::{data, owned, tensor};

@@ -164,7 +164,7 @@ impl Staging {
     }
 
     fn arrives(&self, num_bytes: usize, device: &Device) {
-        if !is_host(device) {
+        if num_bytes > 0 && !is_host(device) {
             self.to_device.add(num_bytes);
         }
     }

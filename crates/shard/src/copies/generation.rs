@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::holders::Holders;
 use super::lifecycle::LifeCycle;
 use super::values::{Value, Values};
-use crate::convert::cast;
+use crate::convert::{self, cast};
 use crate::device;
 use crate::error::Error;
 use crate::files;
@@ -370,11 +370,8 @@ impl Generation {
             let full = full?;
             let elements = slot.partition.num_elements();
             let cut = Partition::flat(elements, neighbours.size()).ok()?;
-            let device = full.device();
             // The data is copied, because a slice would keep the whole parameter alive.
-            let piece = full.slice([cut.range(neighbours.rank())]).into_data();
-            let dtype = slot.elements.compute.dtype;
-            Some(Tensor::from_data(piece, (&device, dtype)))
+            Some(convert::copied(full.slice([cut.range(neighbours.rank())])))
         });
         let pieces: Slots<_> = pieces.collect();
         for (slot, piece) in pieces.iter().enumerate() {

@@ -2,14 +2,13 @@
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, ProcessGroup, Reduction, Source};
 use burn_fsdp_mesh::{Clip, Measure, Norm};
-use burn_fsdp_tensors as tensors;
 
 use crate::error::Error;
 use crate::inspect;
 use crate::optim::gradients::{self, Entry, Share};
+use crate::optim::measured::contributions;
 
 /// The result of [`clip_grad_norm`].
 #[derive(Debug)]
@@ -60,8 +59,8 @@ pub fn grad_norm<M: Module>(
     let groups = gradients::groups(module, &root.group);
     let mut everywhere = 0.0;
     let mut by_group = vec![0.0; groups.len()];
-    for entry in gradients::entries(module, gradients) {
-        let own = contribution(measure, &entry.flat);
+    let entries = gradients::entries(module, gradients);
+    for (entry, own) in entries.iter().zip(contributions(measure, &entries)) {
         let group = match &entry.share {
             Share::Everywhere => {
                 everywhere = measure.join(everywhere, own);
@@ -130,20 +129,23 @@ pub fn clip_grad_norm<M: Module>(
 fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> Error {
     let rank = inspect::root_of(module).map_or(0, |root| root.group.rank());
     let entries = gradients::entries(module, gradients);
-    let first = entries.into_iter().find(|entry| !is_finite(entry));
+    let largest = contributions(Measure::Largest, &entries);
+    let first = entries.iter().zip(largest);
+    let first = first.into_iter().find(|(_, largest)| !largest.is_finite());
     Error::NonFiniteNorm {
         norm,
         rank,
         first: first.map_or_else(
             || "none, but another rank has one".to_owned(),
-            |entry| format!("`{}`", entry.path),
+            |(entry, _)| format!("`{}`", entry.path),
         ),
     }
 }
 
-/// Returns true if this rank's elements of a gradient are all finite.
-pub(crate) fn is_finite(entry: &Entry) -> bool {
-    contribution(Measure::Largest, &entry.flat).is_finite()
+/// Returns true if this rank's elements of these gradients are all finite.
+pub(super) fn are_finite(entries: &[Entry]) -> bool {
+    let largest = contributions(Measure::Largest, entries);
+    largest.into_iter().all(f64::is_finite)
 }
 
 /// Reduces one number over the ranks of `group`.
@@ -164,19 +166,4 @@ pub(crate) fn all_reduce(
     let mut bytes = [0; size_of::<f64>()];
     bytes.copy_from_slice(received.buffers[0].as_ref());
     Ok(f64::from_ne_bytes(bytes))
-}
-
-/// Returns the contribution of a gradient's elements on this rank to the norm.
-fn contribution(measure: Measure, flat: &Tensor<1>) -> f64 {
-    let flat = match flat.dtype() {
-        DType::F32 | DType::F64 => flat.clone(),
-        _ => flat.clone().cast(FloatDType::F32),
-    };
-    let is_double = flat.dtype() == DType::F64;
-    let source = tensors::source(flat, None);
-    if is_double {
-        measure.of_f64(source.as_bytes())
-    } else {
-        measure.of_f32(source.as_bytes())
-    }
 }

@@ -112,7 +112,7 @@ impl LossScaler {
     ) -> Result<Option<GradientsParams>, Error> {
         let root = inspect::root_of(module)?;
         let entries = gradients::entries(module, &gradients);
-        let found = f64::from(u8::from(!entries.iter().all(clip::is_finite)));
+        let found = f64::from(u8::from(!clip::are_finite(&entries)));
         drop(entries);
         let found_anywhere = clip::all_reduce(&root.group, found, Reduction::max())? > 0.0;
         if found_anywhere {

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{
     At, Buffer, Label, Received, Reduction as Averaging, RestKind, Seal, Source,
 };
-use burn_fsdp_tensors::is_host;
+use burn_fsdp_tensors::{self as tensors, Medium, is_host};
 
 use super::accumulate::Gradient;
 use super::audited::{Audited, GivenGradient, Station};
@@ -78,15 +78,14 @@ impl Arrival {
 
     /// Returns the data in `buffer` as a tensor of the parameter's held type, in its own memory: an optimizer may
     /// overwrite a gradient, and the gradient outlives the step.
-    fn tensor(
-        self,
-        unit: &Unit,
-        slot: &Slot,
-        buffer: impl AsRef<[u8]>,
-        device: &Device,
-    ) -> Tensor<1> {
+    fn tensor(self, unit: &Unit, slot: &Slot, buffer: Buffer, device: &Device) -> Tensor<1> {
         let dtype = self.element(slot).dtype;
-        let mut arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
+        let mut arrived = match tensors::arrived(buffer, dtype) {
+            Ok(arrived) if arrived.device() == *device => arrived,
+            // An offloaded shard's gradient.
+            Ok(arrived) => unit.staging.moved(arrived, device),
+            Err(buffer) => unit.staging.owned(buffer.as_ref().to_vec(), dtype, device),
+        };
         seal::flip_if_told(&unit.groups.shard, At::Gradient, &mut arrived);
         cast(arrived, slot.elements.stored.dtype)
     }
@@ -220,13 +219,15 @@ fn as_held(generation: &Generation, index: usize, part: Tensor<1>) -> Tensor<1> 
 }
 
 /// Returns a gradient of the reduction type as input to a reduction; zeros if this rank has none.
-pub(super) fn source(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Source {
+pub(super) fn source(
+    gradient: Option<Gradient>,
+    (unit, slot): (&Unit, &Slot),
+    medium: &Medium,
+) -> Source {
     let Some(gradient) = gradient else {
-        let bytes = slot.partition.num_elements() * slot.elements.reduce.size();
-        return Source::new(vec![0; bytes]);
+        return medium.zeros(slot.partition.num_elements(), slot.elements.reduce.dtype);
     };
-    let account = Some(gradient.account);
-    unit.staging.source(gradient.tensor, account)
+    medium.source(&unit.staging, gradient.tensor, Some(gradient.account))
 }
 
 /// Applies the policy's hook to a gradient, and returns the result in the reduction type.

@@ -7,7 +7,7 @@ use burn_fsdp_collectives::{
     At, ElementType, Fingerprint, Label, Part, Partition, Pending, ProcessGroup, Received,
     RestKind, Source,
 };
-use burn_fsdp_tensors::{self as tensors, is_host};
+use burn_fsdp_tensors::{self as tensors, Medium, is_host};
 
 use super::state::Root;
 use crate::convert::cast;
@@ -63,13 +63,14 @@ impl Root {
         let Sources {
             group,
             parts,
+            medium,
             are_pieces,
         } = sources(generation, operation)?;
         let into = unit.gathered_slots().map(|index| {
             let slot = &unit.slots[index];
             match (are_pieces, &slot.packed) {
                 (false, Some(packed)) => self.pool.take(packed.len()),
-                _ => self.pool.take(slot.unsharded_bytes()),
+                _ => medium.buffer(&self.pool, slot.unsharded_bytes()),
             }
         });
         let label = self.gather_label(generation, operation);
@@ -159,14 +160,23 @@ impl Root {
                 let packed = unit.slots[slot].packed.as_ref().filter(|_| are_packed);
                 let device = generation.device(slot).without_autodiff();
                 let (mut tensor, mark) = match packed {
-                    Some(packed) => self.unpacked(generation, slot, packed, buffer.as_ref()),
+                    Some(packed) => {
+                        let (tensor, mark) =
+                            self.unpacked(generation, slot, packed, buffer.as_ref());
+                        (tensor, Some(mark))
+                    }
                     None => {
-                        let (marked, mark) = Marked::new(buffer);
                         let dtype = unit.slots[slot].elements.compute.dtype;
-                        (unit.staging.tensor(marked, dtype, &device), mark)
+                        match tensors::arrived(buffer, dtype) {
+                            Ok(tensor) => (tensor, None),
+                            Err(buffer) => {
+                                let (marked, mark) = Marked::new(buffer);
+                                (unit.staging.tensor(marked, dtype, &device), Some(mark))
+                            }
+                        }
                     }
                 };
-                marks.push(mark);
+                marks.extend(mark);
                 let seal = match packed {
                     Some(_) => seal::seal(&unit.groups.shard, &tensor),
                     None => seal.filter(|_| is_host(&device)),
@@ -320,6 +330,8 @@ impl AsRef<[u8]> for Lent {
 struct Sources<'a> {
     group: &'a ProcessGroup,
     parts: Vec<Part>,
+    /// The memory of the parts that are not packed.
+    medium: Medium,
     /// True if the parts are pieces of full parameters, false if they are shards.
     are_pieces: bool,
 }
@@ -343,18 +355,23 @@ fn pieces(
 fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>, Error> {
     let unit = &generation.unit;
     let Some((neighbours, pieces)) = pieces(generation, operation) else {
+        let (parts, medium) = shards(generation)?;
         return Ok(Sources {
             group: &unit.groups.shard,
-            parts: shards(generation)?,
+            parts,
+            medium,
             are_pieces: false,
         });
     };
+    let devices = pieces.iter().flatten().map(Tensor::device);
+    let medium = Medium::of(neighbours, devices);
     let parts = unit.gathered_slots().map(|index| {
         let slot = &unit.slots[index];
         let piece = pieces[index].clone().expect("gathered slots have pieces");
         let sealed = generation.seals.get(seal::place(index, RestKind::Piece));
+        let source = medium.source(&unit.staging, piece, None);
         Ok(Part {
-            source: unit.staging.source(piece, None).noted(sealed),
+            source: source.noted(sealed),
             partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
             element: slot.elements.compute.wire,
         })
@@ -363,6 +380,7 @@ fn sources(generation: &Generation, operation: Operation) -> Result<Sources<'_>,
     Ok(Sources {
         group: neighbours,
         parts: parts?,
+        medium,
         are_pieces: true,
     })
 }
@@ -406,9 +424,17 @@ fn shards_for_hook(
     Ok((group, shards?))
 }
 
-/// Returns this rank's shards, in the form in which they are sent.
-fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
+/// Returns this rank's shards, in the form in which they are sent, and their memory. Shards in fewer bits, and all others
+/// of their unit, are sent from the host.
+fn shards(generation: &Generation) -> Result<(Vec<Part>, Medium), Error> {
     let unit = &generation.unit;
+    let is_packed = |index: usize| unit.slots[index].packed.is_some();
+    let medium = if unit.gathered_slots().any(is_packed) {
+        Medium::Host
+    } else {
+        let homes = unit.gathered_slots().map(|index| generation.home(index));
+        Medium::of(&unit.groups.shard, homes)
+    };
     let parts = unit.gathered_slots().map(|index| {
         generation.expect_held(index)?;
         generation.flip_if_told(index);
@@ -429,10 +455,11 @@ fn shards(generation: &Generation) -> Result<Vec<Part>, Error> {
             generation.check(index)?;
             None
         };
-        let source = unit.staging.source(generation.computing(index), None);
+        let source = medium.source(&unit.staging, generation.computing(index), None);
         Ok(slot.part(source.noted(sealed), slot.elements.compute))
     });
-    parts.collect()
+    let parts: Result<_, Error> = parts.collect();
+    Ok((parts?, medium))
 }
 
 /// Returns this rank's shard of the parameter in slot `index`, in fewer bits.

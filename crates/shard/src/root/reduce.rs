@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{
-    Fingerprint, FullPart, ProcessGroup, Reduction as Averaging, RestKind, Source,
+    Fingerprint, FullPart, ProcessGroup, Reduction as Averaging, RestKind,
 };
+use burn_fsdp_tensors::Medium;
 
 use super::accumulate::Gradient;
 use super::arrival::{Arrival, Arrived, Whole, hooked, source};
@@ -73,6 +74,9 @@ impl Progress {
             let by_hook = self.reduce_by(root, hook, of_use, &slots, &mut gradients)?;
             return self.take_off(root, generation, slots, Flight::Hook(by_hook));
         }
+        let group = &unit.groups.reduce;
+        let devices = slots.iter().map(|&index| generation.device(index));
+        let medium = Medium::of(group, devices);
         let mut given = Vec::with_capacity(slots.len());
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
@@ -81,7 +85,7 @@ impl Progress {
             let from = Station::Use(use_id);
             given.push(GivenGradient::of((unit, index), from, gradient.as_ref()));
             let gradient = gradient.map(|gradient| hooked(gradient, slot, unit));
-            sources.push(source(gradient.transpose()?, slot, unit));
+            sources.push(source(gradient.transpose()?, (unit, slot), &medium));
         }
         let note = self.unit_note(unit, &given);
         let of = |&slot: &usize| &unit.slots[slot];
@@ -93,13 +97,12 @@ impl Progress {
             generation.fingerprint()
         ));
         let into = slots.iter().map(of).map(|slot| {
-            root.reduced
-                .take(slot.held_elements(own) * arrival.element(slot).size())
+            let bytes = slot.held_elements(own) * arrival.element(slot).size();
+            medium.buffer(&root.reduced, bytes)
         });
         let into = into.collect();
         let is_sharded = slots.iter().map(of).any(Slot::is_gathered);
         let parts = slots.iter().map(of).zip(sources);
-        let group = &unit.groups.reduce;
         let pending = if is_sharded {
             let parts = parts.map(|(slot, source)| slot.part(source, slot.elements.reduce));
             group.start_reduce_scatter(label, note, mean, parts.collect(), into)?
@@ -227,24 +230,26 @@ impl Progress {
     ) -> Result<Arrived, Error> {
         let unit = &generation.unit;
         let own = unit.groups.shard.rank();
+        let homes = slots.iter().map(|&index| generation.home(index));
+        let medium = Medium::of(replicas, homes);
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
         let mut given = Vec::with_capacity(slots.len());
         for &index in slots {
             let slot = &unit.slots[index];
-            let bytes = slot.held_elements(own) * slot.elements.stored.size();
+            let (elements, stored) = (slot.held_elements(own), slot.elements.stored);
             let sum = waiting[index].take();
             given.push(GivenGradient::of((unit, index), Station::Sum, sum.as_ref()));
             let sealed = unit.seals.take(seal::place(index, RestKind::Sum));
             parts.push(FullPart {
                 source: match sum {
-                    Some(sum) => unit.staging.source(sum, None).noted(sealed),
-                    None => Source::new(vec![0; bytes]),
+                    Some(sum) => medium.source(&unit.staging, sum, None).noted(sealed),
+                    None => medium.zeros(elements, stored.dtype),
                 },
-                num_elements: slot.held_elements(own),
-                element: slot.elements.stored.wire,
+                num_elements: elements,
+                element: stored.wire,
             });
-            into.push(root.reduced.take(bytes));
+            into.push(medium.buffer(&root.reduced, elements * stored.size()));
         }
         let label = root.label(format_args!("{} reduction over replicas", unit.label()));
         let sum = Averaging::sum();
@@ -342,9 +347,14 @@ impl Progress {
         let factors = whole.first().and_then(Whole::factors);
         let mut leaves = Vec::with_capacity(whole.len());
         let mut sources = Vec::with_capacity(whole.len());
+        let devices = whole
+            .iter()
+            .map(|whole| whole.generation.device(whole.slot));
+        let medium = Medium::of(&root.group, devices);
         for whole in whole {
             let unit = &whole.generation.unit;
-            sources.push(source(whole.own, &unit.slots[whole.slot], unit));
+            let slot = &unit.slots[whole.slot];
+            sources.push(source(whole.own, (unit, slot), &medium));
             leaves.push((whole.generation, whole.slot));
         }
         let slots = leaves
@@ -355,7 +365,7 @@ impl Progress {
         let (mean, arrival) = Arrival::of(mean, slots.clone());
         let into = slots.clone().map(|slot| {
             let bytes = slot.partition.num_elements() * arrival.element(slot).size();
-            root.reduced.take(bytes)
+            medium.buffer(&root.reduced, bytes)
         });
         let into = into.collect();
         let parts = slots.zip(sources);

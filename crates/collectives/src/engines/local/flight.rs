@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::round::{Round, Sources};
-use super::team::Team;
 use super::shared;
+use super::team::Team;
 use super::transfer::{self, Combined};
 use burn_fsdp_rendezvous::{Checksums, Extent, Meeting, OperationKind, Reduction, Signature};
 use burn_fsdp_transport::{
@@ -113,11 +113,7 @@ impl LocalFlight {
     ///
     /// A rank therefore waits only for slices that another rank is working on. A rank that arrives late or has
     /// discarded the operation delays no other rank. The bits of a slice do not depend on the rank that combines it.
-    fn combine_slices(
-        &mut self,
-        reduction: &Reduction,
-        extents: &[Extent],
-    ) -> Result<(), Stopped> {
+    fn combine_slices(&mut self, reduction: &Reduction, extents: &[Extent]) -> Result<(), Stopped> {
         let is_on_device = shared::are_on_device(&self.into);
         let tensors = if is_on_device {
             self.all(|rank| self.round.sources(rank))?

@@ -64,15 +64,15 @@ pub(super) fn slice(
     into: &[Buffer],
 ) -> Result<Vec<Source>, Stopped> {
     let parts = extents.iter().zip(into).enumerate();
-    let parts = parts.map(
-        |(part, (extent, buffer))| match (buffer.memory(), extent.partition.len(slice)) {
+    let parts = parts.map(|(part, (extent, buffer))| {
+        match (buffer.memory(), extent.partition.len(slice)) {
             (Some(memory), 1..) => {
                 let made = combined(reduction, extent, tensors, (part, slice), memory)?;
                 Ok(Source::of(Arc::from(made)))
             }
             _ => Ok(Source::empty()),
-        },
-    );
+        }
+    });
     let parts: Result<_, String> = parts.collect();
     parts.map_err(Stopped::Failed)
 }
