@@ -11,8 +11,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, ready, seeded,
-    seeded_by_rank, whole_params,
+    Case, Outcome, SEED, assert_close, build, device, is_host, on_ranks, optimizer, params, ready,
+    seeded, seeded_by_rank, whole_params,
 };
 use super::gradients::{one_step, spoil, values};
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
@@ -166,6 +166,11 @@ fn recurrent_layers() {
     }
 }
 
+/// The accuracy of norms: the host computes them in 64 bits, and a device in 32.
+fn accuracy() -> f64 {
+    if is_host() { 1e-12 } else { 1e-6 }
+}
+
 #[test]
 fn norms_of_shards_match_their_elements_exactly() {
     for ranks in 1..=4 {
@@ -187,7 +192,8 @@ fn norms_of_shards_match_their_elements_exactly() {
                 norm,
             );
             let got = parts[0].0;
-            assert!((got - want).abs() <= 1e-12 * want, "{got}, expected {want}");
+            let near = (got - want).abs() <= accuracy() * want;
+            assert!(near, "{got}, expected {want}");
         }
     }
 }
@@ -215,7 +221,8 @@ fn parameters_that_no_unit_manages_count_from_rank_0() {
     let all = elements.flat_map(|(_, values)| values.iter().copied());
     let want = norm_of(all, Norm::P(2.0));
     for (got, ..) in &parts {
-        assert!((got - want).abs() <= 1e-12 * want, "{got}, expected {want}");
+        let near = (got - want).abs() <= accuracy() * want;
+        assert!(near, "{got}, expected {want}");
     }
 }
 

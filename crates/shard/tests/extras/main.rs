@@ -33,6 +33,7 @@ mod gradients;
 mod identity;
 mod lora;
 mod offload;
+mod on_device;
 mod owners;
 mod packed;
 mod refused;

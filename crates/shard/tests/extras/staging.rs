@@ -3,11 +3,13 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{OperationKind, ProcessMesh};
+use burn_fsdp_collectives::{
+    Check, LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch,
+};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{ShardPolicy, Transfers, backward, fully_shard, memory};
+use burn_fsdp_shard::{Error, ShardPolicy, Transfers, backward, fully_shard, memory};
 
-use super::bench::{device, on_ranks, ready};
+use super::bench::{device, ready};
 use super::nets::input;
 
 #[derive(Module, Debug)]
@@ -27,24 +29,40 @@ impl Chain {
     }
 }
 
-/// Each gather reads this rank's shard and brings the full parameter; each reduction reads a full gradient
-/// and brings the shard's. Nothing else is copied, and nothing at all on the CPU.
+/// Ranks that are threads exchange bytes in the memory of their device. If they compare bytes, they do so on the host:
+/// each gather reads this rank's shard and brings the full parameter; each reduction reads a full gradient and brings
+/// the shard's. Nothing else is copied, and nothing at all on the CPU.
 #[test]
 fn every_copy_of_a_step_is_counted() {
-    counts_every_copy(&device());
+    counts_every_copy(&device(), Check::Agreement);
+}
+
+#[test]
+fn threads_copy_nothing_through_the_host() {
+    counts_every_copy(&device(), Check::Calls);
+}
+
+#[cfg(feature = "ndarray")]
+#[test]
+fn threads_copy_nothing_through_the_host_on_another_backend() {
+    let device = super::bench::named_device("ndarray");
+    let device = device.autodiff().gradient_checkpointing();
+    counts_every_copy(&device, Check::Calls);
 }
 
 #[cfg(feature = "ndarray")]
 #[test]
 fn every_copy_of_a_step_on_another_backend_is_counted() {
     let device = super::bench::named_device("ndarray");
-    counts_every_copy(&device.autodiff().gradient_checkpointing());
+    let device = device.autodiff().gradient_checkpointing();
+    counts_every_copy(&device, Check::Agreement);
 }
 
-fn counts_every_copy(device: &Device) {
+fn counts_every_copy(device: &Device, check: Check) {
     let device = device.clone();
     let is_host = device.clone().without_autodiff() == Device::flex();
-    on_ranks(2, move |world| {
+    let is_direct = is_host || check == Check::Calls;
+    let body = move |world: ProcessGroup| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
         let policy = ShardPolicy::new().units(["layers.*"]);
         let model = fully_shard(ready(|| Chain::new(&device)), &mesh, policy)?;
@@ -61,7 +79,7 @@ fn counts_every_copy(device: &Device) {
             bytes: end.bytes - start.bytes,
         };
         let expected = |number, bytes| {
-            if is_host {
+            if is_direct {
                 Transfers::default()
             } else {
                 Transfers { number, bytes }
@@ -78,6 +96,7 @@ fn counts_every_copy(device: &Device) {
         );
         let text = memory(&model)?.to_string();
         assert_eq!(text.contains("copied to host"), end.to_host.number > 0);
-        Ok(())
-    });
+        Ok::<_, Error>(())
+    };
+    launch(LaunchConfig::new(2).check(check), body).unwrap();
 }

@@ -1,0 +1,302 @@
+//! Collectives in the memory of a device that threads share.
+
+use std::sync::Arc;
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_fsdp_collectives::engine::{
+    Awaited, Claim, Completion, Control, Engine, Findings, Flight, Meeting, Messages, Payload,
+    Request, Stopped, Subgroup,
+};
+use burn_fsdp_collectives::{
+    Buffer, Check, ElementType, FullPart, LaunchConfig, Operation, ReduceOp, Reduction, Source,
+    launch,
+};
+use burn_fsdp_tensors::{Medium, Staging, arrived, device_buffer, device_source, on_shared_stream};
+
+use super::bench::{named_device, plain_device};
+
+/// The device of the tests: the one that `BURN_FSDP_TEST_DEVICE` names, or another backend on the CPU.
+fn device() -> Option<Device> {
+    let device = plain_device();
+    if device != Device::flex() {
+        return Some(device);
+    }
+    if cfg!(feature = "ndarray") {
+        return Some(named_device("ndarray"));
+    }
+    super::skipped::skipped("this build has no device beside the CPU");
+    None
+}
+
+/// An engine that moves the floats of host memory to a device, lets another engine exchange them there, and brings the
+/// results back.
+#[derive(Debug)]
+struct Uploading {
+    inner: Box<dyn Engine>,
+    device: Device,
+}
+
+struct Uploaded {
+    inner: Box<dyn Flight>,
+    /// The host buffers of the request, if it was moved.
+    into: Option<Vec<Buffer>>,
+}
+
+impl Messages for Uploading {
+    fn control(&self) -> &Arc<Control> {
+        self.inner.control()
+    }
+
+    fn post(&self, operation: &Operation, claim: Claim) -> Arc<dyn Meeting> {
+        self.inner.post(operation, claim)
+    }
+}
+
+fn uploaded(source: &Source, device: &Device, dtype: DType) -> Source {
+    let len = source.len() / dtype.size();
+    let data = TensorData::from_bytes_vec(source.as_bytes().to_vec(), [len], dtype);
+    let tensor = Tensor::<1>::from_data(data, (device, dtype));
+    device_source::<Dispatch>(tensor.into_dispatch(), len, None)
+}
+
+impl Engine for Uploading {
+    fn name(&self) -> &'static str {
+        "uploading"
+    }
+
+    fn start(&self, request: Request) -> Box<dyn Flight> {
+        let signature = &request.claim.signature;
+        let (extents, device) = (&signature.extents, &self.device);
+        // NdArray computes in 32 and 64 bits.
+        let dtypes: Option<Vec<_>> = extents
+            .iter()
+            .map(|extent| match extent.element {
+                ElementType::F32 => Some(DType::F32),
+                ElementType::F64 if *device != plain_device() => Some(DType::F64),
+                _ => None,
+            })
+            .collect();
+        let is_kept = |reduction: Reduction| {
+            extents
+                .iter()
+                .all(|extent| reduction.output_of(extent.element) == extent.element)
+        };
+        let dtypes = dtypes.filter(|_| signature.reduction.is_none_or(is_kept));
+        let Some(dtypes) = dtypes else {
+            let inner = self.inner.start(request);
+            return Box::new(Uploaded { inner, into: None });
+        };
+        let sources = request.sources.iter().zip(&dtypes);
+        let sources = sources.map(|(source, dtype)| uploaded(source, device, *dtype));
+        let into = request.into.iter().map(|buffer| match buffer.len() {
+            0 => Buffer::in_space(buffer.space(), 0),
+            len => device_buffer::<Dispatch>(device.as_dispatch(), len),
+        });
+        let inner = self.inner.start(Request {
+            operation: request.operation,
+            sources: sources.collect(),
+            into: into.collect(),
+            claim: request.claim,
+        });
+        Box::new(Uploaded {
+            inner,
+            into: Some(request.into),
+        })
+    }
+
+    fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+        Box::new(Self {
+            inner: self.inner.split(subgroup),
+            device: self.device.clone(),
+        })
+    }
+}
+
+impl Flight for Uploaded {
+    fn meeting(&self) -> &dyn Meeting {
+        self.inner.meeting()
+    }
+
+    fn is_there(&self, awaited: Awaited) -> bool {
+        self.inner.is_there(awaited)
+    }
+
+    fn missing(&self, awaited: Awaited) -> Vec<usize> {
+        self.inner.missing(awaited)
+    }
+
+    fn begin(&mut self) -> Result<(), Stopped> {
+        self.inner.begin()
+    }
+
+    fn receive(&mut self) -> Result<Completion, Stopped> {
+        let completion = self.inner.receive()?;
+        let (Some(mut into), Completion::Done(results)) = (self.into.take(), &completion) else {
+            return Ok(completion);
+        };
+        for (buffer, result) in into.iter_mut().zip(results) {
+            assert!(
+                result.is_empty() || result.host().is_none(),
+                "on the device"
+            );
+            let bytes = Payload::read(result).map_err(Stopped::Failed)?;
+            buffer.as_mut().copy_from_slice(&bytes);
+        }
+        Ok(Completion::Done(into))
+    }
+
+    /// Not the inner engine's, which has read other bytes.
+    fn findings(&mut self) -> Findings {
+        Findings::default()
+    }
+}
+
+#[test]
+fn threads_meet_the_contract_of_engines_in_device_memory() {
+    let Some(device) = device() else { return };
+    burn_fsdp_engine_tests::check(move |inner, _| {
+        let device = device.clone();
+        Box::new(Uploading { inner, device })
+    });
+}
+
+/// Returns values whose sum depends on the order of additions.
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 7919 + rank * 104_729) % 1009) as f32 * 1.7e-3 - 0.4;
+    (0..len).map(value).collect()
+}
+
+/// All-reduces the ranks' values, in the memory of `device` if there is one.
+fn reduced(device: Option<&Device>, reduction: Reduction, ranks: usize) -> Vec<Vec<f32>> {
+    let device = device.cloned();
+    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+        let own = values(world.rank(), 1003);
+        let medium = match &device {
+            Some(device) => Medium::of(&world, [device.clone()]),
+            None => Medium::Host,
+        };
+        let home = device.clone().unwrap_or_else(Device::flex);
+        let staging = Staging::default();
+        let tensor = Tensor::<1>::from_floats(own.as_slice(), &home);
+        let source = medium.source(&staging, tensor, None);
+        let part = FullPart::new(source, ElementType::F32);
+        let into = medium.buffer(world.pool(), 4 * own.len());
+        let mut sums = world.all_reduce("sums", vec![], reduction, vec![part], vec![into])?;
+        assert_eq!(staging.staged(), Default::default(), "nothing is copied");
+        let sum = match arrived(sums.buffers.remove(0), DType::F32) {
+            Ok(tensor) => tensor,
+            Err(buffer) => burn_fsdp_tensors::tensor(buffer, DType::F32, &home),
+        };
+        Ok::<_, burn_fsdp_collectives::Error>(sum.into_data().iter().collect())
+    };
+    launch(LaunchConfig::new(ranks), body).unwrap()
+}
+
+/// Sums in the order of the ranks, scaled before and after, have the same bits in any memory.
+#[test]
+fn reductions_on_a_device_have_the_bits_of_the_host() {
+    let Some(device) = device() else { return };
+    for ranks in 1..=4 {
+        for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min] {
+            for (pre_scale, post_scale) in [(1.0, 1.0), (0.5, 3.0)] {
+                let reduction = Reduction {
+                    op,
+                    pre_scale,
+                    post_scale,
+                    ..Reduction::sum()
+                };
+                let host = reduced(None, reduction, ranks);
+                let there = reduced(Some(&device), reduction, ranks);
+                assert_eq!(host, there, "{op:?} on {ranks} ranks");
+            }
+        }
+    }
+}
+
+/// A rank may receive on the host what others give on a device, and the other way round.
+#[test]
+fn ranks_may_have_their_tensors_in_different_memory() {
+    let Some(device) = device() else { return };
+    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+        let home = match world.rank() {
+            1 => Device::flex(),
+            _ => device.clone(),
+        };
+        let medium = Medium::of(&world, [home.clone()]);
+        let tensor = Tensor::<1>::from_floats([world.rank() as f32, 0.5], &home);
+        let part = FullPart::new(
+            medium.source(&Staging::default(), tensor, None),
+            ElementType::F32,
+        );
+        let into = medium.buffer(world.pool(), 8);
+        let mut sums =
+            world.all_reduce("sums", vec![], Reduction::sum(), vec![part], vec![into])?;
+        let sum = match arrived(sums.buffers.remove(0), DType::F32) {
+            Ok(tensor) => tensor,
+            Err(buffer) => burn_fsdp_tensors::tensor(buffer, DType::F32, &home),
+        };
+        assert_eq!(sum.device(), home);
+        Ok::<_, burn_fsdp_collectives::Error>(sum.into_data().iter::<f32>().collect::<Vec<_>>())
+    };
+    for sum in launch(LaunchConfig::new(3), body).unwrap() {
+        assert_eq!(sum, [3.0, 1.5]);
+    }
+}
+
+/// Ranks that compare bytes read them on the host.
+#[test]
+fn ranks_that_compare_bytes_use_the_host() {
+    let Some(device) = device() else { return };
+    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+        let medium = Medium::of(&world, [device.clone()]);
+        assert!(matches!(medium, Medium::Host));
+        let tensor = Tensor::<1>::from_floats([1.0], &device);
+        let part = FullPart::new(
+            device_source::<Dispatch>(tensor.into_dispatch(), 1, None),
+            ElementType::F32,
+        );
+        let into = vec![world.pool().take(4)];
+        let refused = world.all_reduce("sum", vec![], Reduction::sum(), vec![part], into);
+        Ok::<_, burn_fsdp_collectives::Error>(refused.unwrap_err().to_string())
+    };
+    let config = LaunchConfig::new(1).check(Check::Agreement);
+    let refused = launch(config, body).unwrap().remove(0);
+    assert!(refused.contains("because ranks compare bytes"), "{refused}");
+}
+
+/// Each rank reads what another has just written, over and over, on streams of their own and on a shared one.
+#[test]
+fn ranks_read_complete_values_on_any_stream() {
+    let Some(device) = device() else { return };
+    for is_shared in [false, true] {
+        let device = device.clone();
+        let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+            let run = || {
+                let medium = Medium::of(&world, [device.clone()]);
+                let (rank, len) = (world.rank(), 4096);
+                let mut held = Tensor::<1>::full([len], rank as f32, &device);
+                for round in 0..40 {
+                    // Updates in place, where the backend can.
+                    held = held.add_scalar(1.0).mul_scalar(2.0).div_scalar(2.0);
+                    let source = medium.source(&Staging::default(), held.clone(), None);
+                    let part = FullPart::new(source, ElementType::F32);
+                    let into = vec![medium.buffer(world.pool(), 4 * len)];
+                    let sum = Reduction::sum();
+                    let mut sums = world.all_reduce("round", vec![], sum, vec![part], into)?;
+                    let sum = arrived(sums.buffers.remove(0), DType::F32).expect("on the device");
+                    let sum: Vec<f32> = sum.into_data().iter().collect();
+                    let want = 3.0 + 3.0 * (round + 1) as f32;
+                    assert!(sum.iter().all(|sum| *sum == want), "round {round}");
+                }
+                Ok::<_, burn_fsdp_collectives::Error>(())
+            };
+            if is_shared {
+                on_shared_stream(run)
+            } else {
+                run()
+            }
+        };
+        launch(LaunchConfig::new(3), body).unwrap();
+    }
+}
