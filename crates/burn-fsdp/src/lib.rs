@@ -66,9 +66,7 @@ mod inputs;
 pub mod internals;
 mod recompute;
 
-pub use burn_fsdp_collectives::{
-    Check, LaunchConfig, ProcessGroup, ProcessMesh, launch, launcher_ranks,
-};
+pub use burn_fsdp_collectives::{Check, LaunchConfig, ProcessGroup, ProcessMesh, launcher_ranks};
 pub use burn_fsdp_glue::blocking::{resume, save};
 pub use burn_fsdp_glue::checkpointer::Checkpointer;
 pub use burn_fsdp_glue::device_name::DeviceName;
@@ -78,6 +76,7 @@ pub use burn_fsdp_shard::{
     Clip, LossScaler, Precision, ShardPolicy, Strategy, backward, catch, clip_grad_norm,
     fully_shard, no_sync, replicate,
 };
+pub use burn_fsdp_tensors::launch;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `batch` | nests of tensors |
 //! | `element` | the only mapping of element types between Burn, collectives and files |
+//! | `launch` | starting ranks on the stream that they share |
 //! | `lend` | tensors to bytes |
 //! | `device` | tensors that threads exchange in the memory of a device |
 //! | `medium` | the memory in which a collective exchanges tensors |
@@ -23,6 +24,7 @@ mod batch;
 mod device;
 mod element;
 mod host;
+mod launch;
 mod lend;
 mod low_bit;
 mod mapped;
@@ -34,6 +36,7 @@ pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
 pub use device::{device_buffer, device_source, device_tensor, on_shared_stream};
 pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
+pub use launch::launch;
 pub use lend::{data_source, first_bytes, read, source};
 pub use low_bit::{LowBits, Rounding, StateFormat};
 pub use mapped::Mapped;

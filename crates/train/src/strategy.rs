@@ -10,7 +10,8 @@ use burn::train::{
     SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
     TrainingComponents, ValidLoader,
 };
-use burn_fsdp_collectives::{ProcessGroup, launch};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_tensors::launch;
 
 use crate::course::{Course, Ranks};
 use crate::lead::Lead;

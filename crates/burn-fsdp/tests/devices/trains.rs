@@ -5,7 +5,7 @@ use burn_fsdp::internals::compile::graph::Stage;
 use burn_fsdp::internals::compile::{ShardSpec, compile_on};
 use burn_fsdp::internals::inspect::{Staged, Transfers};
 use burn_fsdp::internals::mesh::Region;
-use burn_fsdp::{Error, LaunchConfig, ProcessGroup, Strategy, launch};
+use burn_fsdp::{Check, Error, LaunchConfig, ProcessGroup, Strategy, launch};
 use burn_fsdp_models::Gpt;
 
 use crate::backends::Tested;
@@ -76,11 +76,14 @@ pub(crate) fn start_from_values<B: Tested>() {
     }
 }
 
-/// Each collective reads back every tensor that it sends, and copies every result to the device. Nothing else is
-/// copied, and nothing at all on the CPU.
+/// Ranks that are threads exchange tensors in the memory of their device. If they compare bytes, they do so on the host:
+/// each collective reads back every tensor that it sends, and copies every result to the device. Nothing else is copied,
+/// and nothing at all on the CPU.
 pub(crate) fn count_copies<B: Tested>() {
-    let is_host = B::device() == Device::flex();
-    for strategy in [Strategy::FullShard, Strategy::NoShard] {
+    let strategies = [Strategy::FullShard, Strategy::NoShard];
+    let checks = [Check::Calls, Check::Agreement];
+    for (strategy, check) in strategies.into_iter().flat_map(|s| checks.map(|c| (s, c))) {
+        let is_direct = B::device() == Device::flex() || check == Check::Calls;
         let division = Division {
             strategy,
             compute: None,
@@ -118,13 +121,13 @@ pub(crate) fn count_copies<B: Tested>() {
                 let all = Transfers { number, bytes: all };
                 assert_eq!((expected.to_host, expected.to_device), (all, all));
             }
-            if is_host {
+            if is_direct {
                 expected = Staged::default();
             }
             assert_eq!(first, expected);
             assert_eq!(second, [expected; 2].into_iter().sum());
             Ok(())
         };
-        launch(LaunchConfig::new(2), body).unwrap_or_else(|error| panic!("{error}"));
+        launch(LaunchConfig::new(2).check(check), body).unwrap_or_else(|error| panic!("{error}"));
     }
 }

@@ -3,12 +3,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, FloatDType, Shape, Slice, TensorData};
+use burn_backend::TensorMetadata;
+use burn_backend::tensor::FloatTensor;
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
     Seal, Sealed, Share, Source,
 };
-use burn_fsdp_tensors::{self as tensors, Staging, reduced_type};
+use burn_fsdp_tensors::{
+    self as tensors, Staging, device_buffer, device_source, device_tensor, is_host_backend,
+    reduced_type,
+};
 use burn_ir::{BackendIr, HandleKind, TensorId};
 
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
@@ -52,12 +57,45 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
 /// A tensor of a collective, with its seal.
 pub(super) type Sealable<B> = (HandleKind<B>, Option<Arc<Sealed>>);
 
+/// The ranks along which a collective runs, and this rank's memory.
+pub(super) struct Along<'a, B: BackendIr> {
+    pub(super) group: &'a ProcessGroup,
+    pub(super) staging: &'a Staging,
+    pub(super) device: B::Device,
+}
+
+impl<B: BackendIr> Along<'_, B> {
+    /// Returns true if the ranks exchange the tensors in the memory of their device: floats, and the ranks are threads.
+    fn is_direct(&self, collective: &Collective, tensors: &[Option<Sealable<B>>]) -> bool {
+        let is_float = |dtype: DType| dtype.is_float() && dtype != DType::Flex32;
+        let mut given = tensors.iter().flatten();
+        self.group.shares_devices()
+            && !is_host_backend::<B>()
+            && given.all(|(tensor, _)| matches!(tensor, HandleKind::Float(_)))
+            && collective
+                .parts
+                .iter()
+                .all(|part| is_float(part.dtype) && is_float(part.result))
+    }
+
+    /// Returns a buffer for `len` bytes of a result.
+    fn buffer(&self, is_direct: bool, len: usize) -> Buffer {
+        if is_direct && len > 0 {
+            device_buffer::<B>(&self.device, len)
+        } else {
+            self.group.pool().take(len)
+        }
+    }
+}
+
 /// Starts a collective of these tensors, one per part. A tensor that another rank owns is `None`.
 pub(super) fn start<B: BackendIr>(
-    (group, staging): (&ProcessGroup, &Staging),
+    along: &Along<'_, B>,
     collective: &Collective,
     tensors: Vec<Option<Sealable<B>>>,
 ) -> Result<Started, Failure> {
+    let (group, staging) = (along.group, along.staging);
+    let is_direct = along.is_direct(collective, &tensors);
     let contract = collective.kind.contract();
     let mut given = Vec::new();
     let mut into = Vec::new();
@@ -71,6 +109,9 @@ pub(super) fn start<B: BackendIr>(
         let len = |share| part.share_len(share, group.rank());
         let (is_here, result) = (tensor.is_some(), part.result);
         let source = match tensor {
+            Some((HandleKind::Float(tensor), _)) if is_direct => {
+                device_source::<B>(tensor, len(gives), None)
+            }
             Some((tensor, sealed)) => {
                 let num_bytes = len(gives) * dtype.size();
                 source::<B>((group, staging), tensor, num_bytes, sealed)?
@@ -88,7 +129,7 @@ pub(super) fn start<B: BackendIr>(
             (Some(owner), Share::Own) if owner != group.rank() => 0,
             _ => padded,
         };
-        into.push(group.pool().take(len * result.size()));
+        into.push(along.buffer(is_direct, len * result.size()));
         results.push((padded, result));
     }
     let label = collective.label.to_string();
@@ -115,21 +156,35 @@ pub(super) fn start<B: BackendIr>(
     Ok(Started { pending, results })
 }
 
+/// A result of a collective, flat.
+pub(super) enum Delivered<B: BackendIr> {
+    /// On the host, with its seal if ranks compare bytes.
+    Host(TensorData, Option<Seal>),
+    /// On the executor's device.
+    Device(FloatTensor<B>),
+}
+
 impl Started {
-    /// Waits for the results, one per part, as flat host data. Only padded results are copied. They have seals if ranks
-    /// compare bytes.
-    pub(super) fn wait(
+    /// Waits for the results, one per part. Only padded results are copied.
+    pub(super) fn wait<B: BackendIr>(
         self,
         group: &ProcessGroup,
-    ) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
+    ) -> Result<Vec<Delivered<B>>, Failure> {
         // Sources cannot be updated in place until the peers have read them.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
         let mut seals = received.seals.into_iter();
         let mut results = Vec::new();
         for (buffer, (len, dtype)) in buffers {
-            let is_whole = buffer.len() == len * dtype.size();
             let mut seal = seals.next();
+            let buffer = match device_tensor::<B>(buffer) {
+                Ok(tensor) => {
+                    results.push(Delivered::Device(padded::<B>(tensor, len)));
+                    continue;
+                }
+                Err(buffer) => buffer,
+            };
+            let is_whole = buffer.len() == len * dtype.size();
             if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
                 // A padded result is a copy, which has a separate seal.
                 group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
@@ -138,10 +193,21 @@ impl Started {
             if !is_whole {
                 seal = group.seal(data.as_bytes());
             }
-            results.push((data, seal));
+            results.push(Delivered::Host(data, seal));
         }
         Ok(results)
     }
+}
+
+/// Returns a flat tensor of `len` elements, padded with zeros.
+fn padded<B: BackendIr>(tensor: FloatTensor<B>, len: usize) -> FloatTensor<B> {
+    let given = tensor.shape().num_elements();
+    if given == len {
+        return tensor;
+    }
+    let dtype = FloatDType::from(tensor.dtype());
+    let zeros = B::float_zeros(Shape::from([len]), &tensor.device(), dtype);
+    B::float_slice_assign(zeros, &[Slice::from(0..given)], tensor)
 }
 
 fn reduction(collective: &Collective) -> Reduction {

@@ -14,7 +14,7 @@ use burn_ir::{
 };
 use burn_router::TensorInterpreter;
 
-use super::collective::{self, Failure, Flights};
+use super::collective::{self, Along, Failure, Flights};
 use super::failed::failed;
 use super::memory::{Address, MemoryTable};
 use super::random::{Drawing, Moment};
@@ -49,7 +49,7 @@ pub struct Executor<B: BackendIr> {
     /// The group of ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     pub(super) table: MemoryTable,
-    flights: Flights,
+    pub(super) flights: Flights,
     /// Shapes and types of the given values that are set.
     pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     /// The values of the running graph that this rank lacks because another rank owns them.
@@ -429,8 +429,12 @@ impl<B: BackendIr> Executor<B> {
                 let tensors = given.collect();
                 let group = self.along(&collective.axis);
                 let group = group.map_err(|reason| failed(index, node, reason))?;
-                let along = (group, &self.flights.staging);
-                collective::start::<B>(along, collective, tensors).map_err(fail)?
+                let along = Along::<B> {
+                    group,
+                    staging: &self.flights.staging,
+                    device: self.interpreter.device(),
+                };
+                collective::start(&along, collective, tensors).map_err(fail)?
             }
         };
         if collective.stage == Stage::Start {
@@ -439,17 +443,13 @@ impl<B: BackendIr> Executor<B> {
             }
             return Ok(());
         }
-        let results = started.wait(&self.group).map_err(fail)?;
+        let results = started.wait::<B>(&self.group).map_err(fail)?;
         let outputs = node.operation.outputs();
         for (part, (output, result)) in outputs.zip(results).enumerate() {
             if self.absent.contains(output.id) {
                 continue;
             }
-            let data = self.seal_result(output.id, (collective, part), result);
-            let (bytes, ..) = data.into_parts();
-            self.flights.staging.arrives_on::<B>(bytes.len());
-            let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
-            self.interpreter.register_tensor_data_id(output.id, data);
+            self.set_result(output, (collective, part), result);
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ mod finish;
 mod memory;
 mod patched;
 mod random;
+mod results;
 mod sealed;
 mod seals;
 mod timeline;
