@@ -30,7 +30,7 @@ pub(super) fn expect_adapters(policy: &ShardPolicy, adapters: &Adapters) -> Resu
         return Ok(());
     }
     Err(rejected(
-        "set together with `lora` or `dora`, because only the frozen base of adapters has fewer bits",
+        "set together with `lora` or `dora`, or for a module that `apply_lora` has adapted, because only the frozen base of adapters has fewer bits",
         "set without adapters".to_owned(),
     ))
 }

@@ -373,5 +373,8 @@ fn slot(
         adapter: None,
         unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
         folder: folder(found, holding, policy),
+        // A policy's adapters freeze all other parameters.
+        starts_trained: found.is_trainable
+            && (found.factor_of.is_some() || policy.adapters.is_empty()),
     })
 }
