@@ -70,8 +70,8 @@ impl Reparameterizer for Every {
             return adapters().reparameterize(path, param);
         }
         let (shape, device) = (param.base().dims(), param.lazy_device());
-        let [rows, columns] = [&shape[..self.rows], &shape[self.rows..]]
-            .map(|dims| dims.iter().product::<usize>());
+        let [rows, columns] =
+            [&shape[..self.rows], &shape[self.rows..]].map(|dims| dims.iter().product::<usize>());
         let adapter = LoraAdapter {
             a: Param::from_tensor(Tensor::ones([rows, 2], &device)),
             b: Param::from_tensor(Tensor::ones([2, columns], &device)),
@@ -129,8 +129,8 @@ fn adapters_of_convolutions_train_beside_running_states() {
                 assert_eq!(sharded.head.weight.dims(), [3, 3]);
                 trained(&world, sharded, model.clone())
             });
-            let [records, copies]: [Vec<_>; 2] = [0, 1]
-                .map(|form| got.iter().map(|got| got[form].clone()).collect());
+            let [records, copies]: [Vec<_>; 2] =
+                [0, 1].map(|form| got.iter().map(|got| got[form].clone()).collect());
             assert_close(&joined(&records), &want, 1e-5);
             assert_close(&joined(&copies), &want, 1e-5);
         }
@@ -203,7 +203,7 @@ fn refusal(model: Net) -> String {
     refused.into_iter().next().expect("one rank")
 }
 
-/// Attaches to the first matrix and to the convolution adapters with these factors.
+/// Attaches an adapter to one matrix.
 struct Attach(LoraAdapter);
 
 impl Reparameterizer for Attach {
@@ -214,8 +214,7 @@ impl Reparameterizer for Attach {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
-        let is_adapted = path == "head.weight" || path == "second.weight";
-        (param, is_adapted.then(|| self.0.clone()))
+        (param, (path == "second.weight").then(|| self.0.clone()))
     }
 }
 
@@ -239,7 +238,9 @@ fn adapters_that_do_not_fit_are_refused_by_name() {
         attached([3, 1], [1, 3], f64::INFINITY),
         &["apply_lora", "a scale (alpha over rank) of inf"],
     );
-    let twice = Net::new(&device()).apply_lora(adapters()).apply_lora(adapters());
+    let twice = Net::new(&device())
+        .apply_lora(adapters())
+        .apply_lora(adapters());
     refused(twice, &["called twice", ".lora.a`", "one `ParamGroup`"]);
 }
 
@@ -266,13 +267,14 @@ fn a_shared_factor_is_refused_by_name() {
             (param, own.map(|(_, adapter)| adapter.clone()))
         }
     }
-    let own = Own(vec![
-        ("head.weight", adapter),
-        ("second.weight", of_second),
-    ]);
+    let own = Own(vec![("head.weight", adapter), ("second.weight", of_second)]);
     model = Net::new(&device()).apply_reparameterization(own);
     let message = refusal(model);
-    for word in ["`head.weight.lora.a`", "`second.weight.lora.b`", "factors of its own"] {
+    for word in [
+        "`head.weight.lora.a`",
+        "`second.weight.lora.b`",
+        "factors of its own",
+    ] {
         assert!(message.contains(word), "{message}");
     }
 }

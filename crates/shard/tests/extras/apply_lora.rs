@@ -277,7 +277,11 @@ fn what_would_lose_or_change_an_adapter_is_refused() {
         let head = LinearConfig::new(15, 7).init(&device());
         model.head = fully_shard(head, &world, ShardPolicy::new())?;
         let error = fully_shard(model, &world, blocks()).expect_err("a sharded part");
-        for word in ["`head.", "sharded by an earlier call", "`ShardPolicy::units`"] {
+        for word in [
+            "`head.",
+            "sharded by an earlier call",
+            "`ShardPolicy::units`",
+        ] {
             assert!(error.to_string().contains(word), "{error}");
         }
         Ok(())
@@ -297,7 +301,10 @@ fn a_parameter_frozen_on_one_rank_is_named() {
             fully_shard(model, &world, blocks())
         })
     });
-    assert!(refused.contains(&format!("\"{path} initial value, frozen\"")), "{refused}");
+    assert!(
+        refused.contains(&format!("\"{path} initial value, frozen\"")),
+        "{refused}"
+    );
     let norm = "blocks.1.norm.gamma";
     for (path, change) in [(path, "frozen"), (norm, "unfrozen")] {
         let refused = panic_of(|| {
@@ -312,7 +319,10 @@ fn a_parameter_frozen_on_one_rank_is_named() {
                 backward(model.loss(world.rank(), 0, &device()), &model)
             })
         });
-        assert!(refused.contains(&format!("with `{path}` {change}")), "{refused}");
+        assert!(
+            refused.contains(&format!("with `{path}` {change}")),
+            "{refused}"
+        );
     }
 }
 

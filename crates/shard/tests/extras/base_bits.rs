@@ -118,7 +118,10 @@ impl<F: Fn(&str, Vec<f32>) -> Option<Vec<f32>>> ModuleMapper for Change<F> {
     }
 }
 
-pub(super) fn changed<M: Module>(module: M, change: impl Fn(&str, Vec<f32>) -> Option<Vec<f32>>) -> M {
+pub(super) fn changed<M: Module>(
+    module: M,
+    change: impl Fn(&str, Vec<f32>) -> Option<Vec<f32>>,
+) -> M {
     let path = Vec::new();
     module.map(&mut Change { path, change })
 }

@@ -13,6 +13,7 @@ use super::types::by_types;
 use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
+use crate::panics::caught;
 
 /// Traces `forward` on the module that `init` creates, as Burn runs it for inference: no gradients, no dropout,
 /// unchanged running statistics. Also returns the result of `forward`, with small tensors as placeholders.
@@ -50,11 +51,14 @@ where
     let specs = specs_of(batch)?;
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
-        let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
-        let shapes = leaves(&known, None);
-        let running = running(&with_marks(known, &tracked));
-        // The model is created without autodiff, including all tensors that are not parameters.
-        let model = off_tape(init(device), device, &shapes);
+        let known = || with_fakes(init(&tracked), device, &tracked, &options.stored);
+        let first = known();
+        let shapes = leaves(&first, None);
+        let running = running(&with_marks(first, &tracked));
+        // The model is created without autodiff, including all tensors that are not parameters. If `init` works only
+        // with autodiff, which `Tensor::require_grad` needs, the model is taken off it.
+        let model = caught(|| init(device)).unwrap_or_else(|_| known().valid());
+        let model = off_tape(model, device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {

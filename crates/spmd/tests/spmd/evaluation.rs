@@ -201,6 +201,38 @@ fn evaluation_uses_running_statistics_and_no_dropout() {
     launch(LaunchConfig::new(2), body).unwrap();
 }
 
+/// A net whose bias is a tensor with `require_grad`, which panics without autodiff.
+fn tracked(device: &Device) -> Noisy {
+    let mut model = Noisy::new(device);
+    let bias = Tensor::<1>::full([8], 0.25, device).require_grad();
+    model.inner.bias = Some(Param::from_tensor(bias));
+    model
+}
+
+#[test]
+fn a_module_that_needs_autodiff_is_evaluated_without() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let loss = |model: &Noisy, x: Tensor<2>| model.forward(x).powf_scalar(2.0).mean();
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+        let mut step = compile(tracked, loss, sgd().build(), mode.verified())?;
+        let mut evaluation = Evaluation::new(tracked, |model: &Noisy, x| model.forward(x));
+        let x = |seed: usize| {
+            let values = (0..20).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 5.0 - 1.0);
+            Tensor::<2>::from_data(TensorData::new(values.collect::<Vec<_>>(), [4, 5]), &device)
+        };
+        for index in 0..3 {
+            step.step(1e-2, &x(index * 2 + world.rank()))?;
+            let got = step.evaluate(&mut evaluation, &x(9))?;
+            let want = inferring(tracked, &mut step).forward(x(9));
+            assert_close("inference", got.into_data(), want.into_data());
+        }
+        Ok(())
+    };
+    launch(LaunchConfig::new(2), body).unwrap();
+}
+
 #[test]
 fn evaluation_uses_the_precision_of_the_step() {
     let _guard = seeded();
