@@ -310,12 +310,12 @@ fn a_parameter_frozen_on_one_rank_is_named() {
         let refused = panic_of(|| {
             on_ranks(2, move |world| {
                 let mut model = fully_shard(plain(&device(), adapters()), &world, blocks())?;
-                let group = ParamGroup::from_predicate(path);
-                if world.rank() == 1 && change == "frozen" {
-                    model = model.freeze_group(group);
-                } else if world.rank() == 1 {
-                    model = model.unfreeze_group(group);
-                }
+                // All ranks change the module, each its own parameters.
+                let group = ParamGroup::from_predicate(["nowhere", path][world.rank()]);
+                model = match change {
+                    "frozen" => model.freeze_group(group),
+                    _ => model.unfreeze_group(group),
+                };
                 backward(model.loss(world.rank(), 0, &device()), &model)
             })
         });
