@@ -1,5 +1,7 @@
 //! The trace of an evaluation: a module's forward without autodiff.
 
+use std::cell::Cell;
+
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp_tensors::Batch;
@@ -49,6 +51,7 @@ where
     O: Batch,
 {
     let specs = specs_of(batch)?;
+    let needs_autodiff = Cell::new(None);
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let known = || with_fakes(init(&tracked), device, &tracked, &options.stored);
@@ -56,8 +59,11 @@ where
         let shapes = leaves(&first, None);
         let running = running(&with_marks(first, &tracked));
         // The model is created without autodiff, including all tensors that are not parameters. If `init` works only
-        // with autodiff, which `Tensor::require_grad` needs, the model is taken off it.
-        let model = caught(|| init(device)).unwrap_or_else(|_| known().valid());
+        // with autodiff, which `Tensor::require_grad` needs, only its parameters are replaced.
+        let model = caught(|| init(device)).unwrap_or_else(|panic| {
+            needs_autodiff.set(Some(panic.text()));
+            known()
+        });
         let model = off_tape(model, device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
@@ -84,6 +90,17 @@ where
             is_narrow: options.is_narrow(),
         };
         Ok((captures, template))
+    });
+    let recording = recording.map_err(|error| match (error, needs_autodiff.take()) {
+        (Error::Uncapturable { stage, .. }, Some(panic)) => Error::Uncapturable {
+            stage,
+            produced_by: None,
+            reason: format!(
+                "a module with tensors that are not parameters is also created on a device without autodiff, where \
+                 `init` panics: {panic}; omit `require_grad`, because a `Param` is trained without it"
+            ),
+        },
+        (error, _) => error,
     })?;
     let (recording, template) = recording.split();
     Ok((Builder::new(recording, specs)?, template))

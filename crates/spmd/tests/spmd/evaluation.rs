@@ -201,12 +201,41 @@ fn evaluation_uses_running_statistics_and_no_dropout() {
     launch(LaunchConfig::new(2), body).unwrap();
 }
 
-/// A net whose bias is a tensor with `require_grad`, which panics without autodiff.
-fn tracked(device: &Device) -> Noisy {
-    let mut model = Noisy::new(device);
+/// A net without other tensors than parameters and running states.
+#[derive(Module, Debug)]
+struct Tracked {
+    inner: Linear,
+    norm: BatchNorm,
+    dropout: Dropout,
+}
+
+/// Returns a bias with `require_grad`, which panics without autodiff.
+fn tracked_bias(device: &Device) -> Option<Param<Tensor<1>>> {
     let bias = Tensor::<1>::full([8], 0.25, device).require_grad();
-    model.inner.bias = Some(Param::from_tensor(bias));
-    model
+    Some(Param::from_tensor(bias))
+}
+
+impl Tracked {
+    fn new(device: &Device) -> Self {
+        let Noisy {
+            mut inner,
+            norm,
+            dropout,
+            ..
+        } = Noisy::new(device);
+        inner.bias = tracked_bias(device);
+        Self {
+            inner,
+            norm,
+            dropout,
+        }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let x: Tensor<3> = self.inner.forward(x).unsqueeze();
+        let x = self.norm.forward(x.swap_dims(1, 2)).swap_dims(1, 2);
+        self.dropout.forward(x).squeeze_dim(0)
+    }
 }
 
 #[test]
@@ -214,10 +243,10 @@ fn a_module_that_needs_autodiff_is_evaluated_without() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        let loss = |model: &Noisy, x: Tensor<2>| model.forward(x).powf_scalar(2.0).mean();
+        let loss = |model: &Tracked, x: Tensor<2>| model.forward(x).powf_scalar(2.0).mean();
         let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
-        let mut step = compile(tracked, loss, sgd().build(), mode.verified())?;
-        let mut evaluation = Evaluation::new(tracked, |model: &Noisy, x| model.forward(x));
+        let mut step = compile(Tracked::new, loss, sgd().build(), mode.verified())?;
+        let mut evaluation = Evaluation::new(Tracked::new, |model: &Tracked, x| model.forward(x));
         let x = |seed: usize| {
             let values = (0..20).map(|i| ((i * 37 + seed * 11) % 17) as f32 / 5.0 - 1.0);
             Tensor::<2>::from_data(TensorData::new(values.collect::<Vec<_>>(), [4, 5]), &device)
@@ -225,12 +254,32 @@ fn a_module_that_needs_autodiff_is_evaluated_without() {
         for index in 0..3 {
             step.step(1e-2, &x(index * 2 + world.rank()))?;
             let got = step.evaluate(&mut evaluation, &x(9))?;
-            let want = inferring(tracked, &mut step).forward(x(9));
+            let want = inferring(Tracked::new, &mut step).forward(x(9));
             assert_close("inference", got.into_data(), want.into_data());
         }
         Ok(())
     };
     launch(LaunchConfig::new(2), body).unwrap();
+}
+
+#[test]
+fn a_tensor_that_needs_autodiff_beside_others_is_named() {
+    let init = |device: &Device| {
+        let mut model = Noisy::new(device);
+        model.inner.bias = tracked_bias(device);
+        model
+    };
+    let loss = |model: &Noisy, x: Tensor<2>| model.forward(x).powf_scalar(2.0).mean();
+    let mut step = compile(init, loss, sgd().build(), Mode::single()).unwrap();
+    let mut evaluation = Evaluation::new(init, |model: &Noisy, x| model.forward(x));
+    let x = Tensor::<2>::ones([4, 5], &Device::flex());
+    step.step(1e-2, &x).unwrap();
+    let refused = step.evaluate(&mut evaluation, &x).expect_err("two devices");
+    let refused = refused.to_string();
+    assert!(
+        refused.contains("`init` panics") && refused.contains("require_grad"),
+        "{refused}"
+    );
 }
 
 #[test]
