@@ -70,6 +70,14 @@ pub(super) fn form(
     Ok(Quantized::new(bits, found.dtype, partition)?)
 }
 
+/// Returns the error for the base of a module's own adapter that is trained, too.
+pub(super) fn trained(found: &Found) -> Error {
+    rejected(
+        "set for frozen matrices; freeze them, as `apply_lora` does",
+        format!("set for `{}`, which is trained", found.path),
+    )
+}
+
 /// The first matrix of this rank that cannot be quantized. Sharding continues, so all ranks issue the same operations.
 #[derive(Clone, Default)]
 pub(super) struct Unquantizable(Rc<RefCell<Option<String>>>);

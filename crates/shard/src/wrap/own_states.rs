@@ -90,7 +90,14 @@ impl path::Visitor for Kept {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         if !self.states.contains(&path) {
-            self.params.insert(path, Box::new(param.clone()));
+            // `valid` initializes lazy parameters, and the clones that share their state. An initialized weight in
+            // columns would load no record.
+            let kept = if param.is_initialized() {
+                param.clone()
+            } else {
+                param.clone().init_mapper(|value| value)
+            };
+            self.params.insert(path, Box::new(kept));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use burn::module::{Lora, LoraAdapter, Module, Param, ParamGroup, Reparameterizer};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::tensor::activation::tanh;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessGroup;
@@ -135,6 +135,53 @@ fn adapters_of_convolutions_train_beside_running_states() {
             assert_close(&joined(&copies), &want, 1e-5);
         }
     }
+}
+
+/// A weight in columns loads a record only while it is lazy.
+#[test]
+fn a_record_loads_beside_running_states() {
+    for ranks in 2..=3 {
+        let model = Net {
+            first: LinearConfig::new(20, 7)
+                .with_layout(LinearLayout::Col)
+                .init(&device()),
+            ..Net::new(&device())
+        };
+        for adapted in [true, false] {
+            let model = if adapted {
+                with_factors(model.clone().apply_lora(adapters()))
+            } else {
+                model.clone()
+            };
+            on_ranks(ranks, move |world| {
+                let trained = fully_shard(model.clone(), &world, units())?;
+                let loss = trained.loss(world.rank(), 0, &device());
+                let gradients = backward(loss, &trained)?;
+                let trained = optimizer().step(1e-2, trained, gradients);
+                let again = fully_shard(model.clone(), &world, units())?;
+                let again = again.load_record(into_record(trained.clone())?);
+                let [got, want] = [again, trained].map(|model| {
+                    let whole = unsharded(&model, true).expect("whole");
+                    params(&whole.expect("kept"))
+                });
+                assert_eq!(got, want);
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_base_in_fewer_bits_must_be_frozen() {
+    let model = Net::new(&device()).apply_lora(adapters());
+    let model = model.unfreeze_group(ParamGroup::from_paths(vec!["head.weight"]));
+    on_ranks(2, move |world| {
+        let policy = units().base_in(BaseBits::Eight);
+        let error = fully_shard(model.clone(), &world, policy).expect_err("trained");
+        let words = "base_in is set for `head.weight`, which is trained";
+        assert!(error.to_string().contains(words), "{error}");
+        Ok(())
+    });
 }
 
 /// The values of the base in 8 or 4 bits.

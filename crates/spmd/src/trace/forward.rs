@@ -92,12 +92,12 @@ where
         Ok((captures, template))
     });
     let recording = recording.map_err(|error| match (error, needs_autodiff.take()) {
-        (Error::Uncapturable { stage, .. }, Some(panic)) => Error::Uncapturable {
+        (Error::Uncapturable { stage, reason, .. }, Some(panic)) => Error::Uncapturable {
             stage,
             produced_by: None,
             reason: format!(
-                "a module with tensors that are not parameters is also created on a device without autodiff, where \
-                 `init` panics: {panic}; omit `require_grad`, because a `Param` is trained without it"
+                "{reason}; `init` panics on a device without autodiff ({panic}), so tensors of the module that are not \
+                 parameters are on one with autodiff: omit `require_grad`, because a `Param` is trained without it"
             ),
         },
         (error, _) => error,
