@@ -24,9 +24,10 @@ impl FullySharded {
     /// Works like [`launch`](Self::launch), but compiles the train step, as [`compile`] does.
     /// Only Burn's CPU backend runs it, with threads as ranks.
     ///
-    /// `init` creates the model on a device. `forward` computes a batch's output, which the model's own [`TrainStep`] and
-    /// [`InferenceStep`] also compute: their `step` functions are not called. Training and validation have the same types
-    /// of batches and outputs. `strategy` and `options` are those of compiled steps; clipping, loss
+    /// `init` creates the model on a device, also on one without autodiff, where `Tensor::require_grad` panics. `forward`
+    /// computes a batch's output, which the model's own [`TrainStep`] and [`InferenceStep`] also compute: their `step`
+    /// functions are not called. Training and validation
+    /// have the same types of batches and outputs. `strategy` and `options` are those of compiled steps; clipping, loss
     /// scaling and precision are among the options.
     ///
     /// Checkpoints, metrics, schedules, gradient accumulation and early stopping are those of [`launch`](Self::launch),

@@ -1,7 +1,5 @@
 //! The trace of an evaluation: a module's forward without autodiff.
 
-use std::cell::Cell;
-
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp_tensors::Batch;
@@ -15,7 +13,6 @@ use super::types::by_types;
 use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::panics::caught;
 
 /// Traces `forward` on the module that `init` creates, as Burn runs it for inference: no gradients, no dropout,
 /// unchanged running statistics. Also returns the result of `forward`, with small tensors as placeholders.
@@ -51,20 +48,13 @@ where
     O: Batch,
 {
     let specs = specs_of(batch)?;
-    let needs_autodiff = Cell::new(None);
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
-        let known = || with_fakes(init(&tracked), device, &tracked, &options.stored);
-        let first = known();
-        let shapes = leaves(&first, None);
-        let running = running(&with_marks(first, &tracked));
-        // The model is created without autodiff, including all tensors that are not parameters. If `init` works only
-        // with autodiff, which `Tensor::require_grad` needs, only its parameters are replaced.
-        let model = caught(|| init(device)).unwrap_or_else(|panic| {
-            needs_autodiff.set(Some(panic.text()));
-            known()
-        });
-        let model = off_tape(model, device, &shapes);
+        let known = with_fakes(init(&tracked), device, &tracked, &options.stored);
+        let shapes = leaves(&known, None);
+        let running = running(&with_marks(known, &tracked));
+        // The model is created without autodiff, including all tensors that are not parameters.
+        let model = off_tape(init(device), device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {
@@ -90,17 +80,6 @@ where
             is_narrow: options.is_narrow(),
         };
         Ok((captures, template))
-    });
-    let recording = recording.map_err(|error| match (error, needs_autodiff.take()) {
-        (Error::Uncapturable { stage, reason, .. }, Some(panic)) => Error::Uncapturable {
-            stage,
-            produced_by: None,
-            reason: format!(
-                "{reason}; `init` panics on a device without autodiff ({panic}), so tensors of the module that are not \
-                 parameters are on one with autodiff: omit `require_grad`, because a `Param` is trained without it"
-            ),
-        },
-        (error, _) => error,
     })?;
     let (recording, template) = recording.split();
     Ok((Builder::new(recording, specs)?, template))
