@@ -327,7 +327,8 @@ fn adapters_of_another_alpha_are_refused() {
         match alpha {
             3.0 => {
                 let message = resumed.expect_err("refused").to_string();
-                let says = "a scale (alpha over rank) of 2, but the policy scales adapters by 1.5";
+                let says =
+                    "a scale (alpha over rank) of 2, but the model's adapter has a scale of 1.5";
                 assert!(message.contains(says), "{message}");
             }
             _ => drop(resumed.unwrap_or_else(|error| panic!("{error}"))),

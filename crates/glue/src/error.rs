@@ -79,6 +79,36 @@ pub enum Error {
          `backward`, `step`"
     )]
     AdaptersInTraining,
+    /// A mesh axis that the policy names, in Burn's training loop.
+    #[error(
+        "the policy names the mesh axis `{axis}`, but Burn's loop makes the mesh itself; omit axes from the policy, and \
+         call `.replicas(n)` on `FullySharded` for n replicas"
+    )]
+    AxisInTraining {
+        /// The axis.
+        axis: String,
+    },
+    /// Ranks that do not divide into replicas, in Burn's training loop.
+    #[error(
+        "`FullySharded::replicas({replicas})` does not divide the {ranks} ranks; pass a divisor of the number of ranks"
+    )]
+    Replicas {
+        /// The number of replicas.
+        replicas: usize,
+        /// The number of ranks.
+        ranks: usize,
+    },
+    /// A panic of Burn's training loop before the ranks started, for example because a checkpoint does not load.
+    #[error(
+        "Burn's loop stopped before the first step: {reason}; if a checkpoint does not load, resume with the model that \
+         it was saved from, from a folder that has it. Burn cannot load a weight in columns (`LinearLayout::Col`) that \
+         `apply_lora` has adapted: its recorded shape is transposed. Use `LinearLayout::Row` for such layers, or your \
+         own loop with `resume`"
+    )]
+    NotStarted {
+        /// The message of the panic. It names the parameters that do not load.
+        reason: String,
+    },
     /// A step that does not scale its loss, in a training run with a loss scaler.
     #[error(
         "the training run scales losses, but a step computed its backward without the scale; in `TrainStep::step`, call \
@@ -212,8 +242,9 @@ pub enum CheckpointError {
     },
     /// A factor of an adapter that was trained with another scale.
     #[error(
-        "`{path}` was trained with a scale (alpha over rank) of {saved}, but the policy scales adapters by {got}, \
-         which changes the model; give `ShardPolicy::lora` the alpha of the training"
+        "`{path}` was trained with a scale (alpha over rank) of {saved}, but the model's adapter has a scale of {got}, \
+         which changes the model; give the call that attaches the adapters, `apply_lora` or `ShardPolicy::lora`, the \
+         alpha of the training"
     )]
     AdapterScale {
         /// The factor's path.

@@ -4,7 +4,8 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 
 /// The adapter of one parameter of a unit: the effective weight is `base + scale * (a @ b)`, as in Burn's `LoraAdapter`
-/// (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit.
+/// (Hu et al., "LoRA", arXiv 2106.09685, equation 3). The factors are parameters of the same unit. As in Burn, their
+/// product takes the shape of a weight with any number of dims, such as a convolution's.
 ///
 /// With magnitudes, each column of this sum is divided by its norm and multiplied by its magnitude (Liu et al., "DoRA",
 /// arXiv 2402.09353, equation 5). A column of Burn's matrices has the weights of one output.
@@ -41,6 +42,16 @@ pub(crate) enum Method {
     Lora,
     /// LoRA with a trained magnitude for each column.
     Dora,
+}
+
+impl Method {
+    /// Returns the name of the policy's method that attaches such adapters.
+    pub(crate) fn option(self) -> &'static str {
+        match self {
+            Self::Lora => "lora",
+            Self::Dora => "dora",
+        }
+    }
 }
 
 /// The trained parameters of an adapter, as optimizers and records see them.

@@ -62,7 +62,8 @@ impl Shown {
         }
     }
 
-    /// Creates a frozen parameter of the shape `shape` on `device`, whose flat elements are made when they are read.
+    /// Creates a frozen parameter of the shape `shape`, with 1 to [`MAX_DIMS`](crate::slot::MAX_DIMS) dims, on `device`.
+    /// Its flat elements are made when they are read.
     pub(crate) fn lazy(
         id: ParamId,
         elements: impl FnOnce() -> Tensor<1> + Send + Sync + 'static,
@@ -72,7 +73,11 @@ impl Shown {
         match shape.len() {
             1 => Self::One(lazy(id, elements, device, shape)),
             2 => Self::Two(lazy(id, elements, device, shape)),
-            dims => unreachable!("a matrix is shown with 1 or 2 dims, not {dims}"),
+            3 => Self::Three(lazy(id, elements, device, shape)),
+            4 => Self::Four(lazy(id, elements, device, shape)),
+            5 => Self::Five(lazy(id, elements, device, shape)),
+            6 => Self::Six(lazy(id, elements, device, shape)),
+            dims => unreachable!("a tensor of {dims} dims is shown flat"),
         }
     }
 

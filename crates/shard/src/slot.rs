@@ -71,6 +71,8 @@ pub(crate) struct Slot {
     pub(crate) unfit: Option<Arc<Layer>>,
     /// The folder for files with this rank's part and its gradient, if they are not in memory.
     pub(crate) folder: Option<Arc<Path>>,
+    /// True if the parameter is trained when the module is sharded.
+    pub(crate) starts_trained: bool,
 }
 
 impl Slot {

@@ -5,14 +5,14 @@ use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn::train::{InferenceStep, LearnerModel, TrainStep};
 use burn_fsdp_certificate::compile;
-use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Mesh, Strategy};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::{Batch, CompiledStep, Evaluation, Mode, OptimizerGroups};
 
 use crate::compiled_output::CompiledOutput;
 use crate::compiled_state::{Fields, resume, staged};
-use crate::groups::{REPLICATE, SHARD};
+use crate::groups::{REPLICATE, mesh};
 use crate::rank::{Rank, Start, check_scratch};
 use crate::scratch::Scratch;
 use crate::staging::Staged;
@@ -124,8 +124,7 @@ fn mode<N, F>(world: &ProcessGroup, replicas: usize, setup: &Setup<N, F>) -> Res
     if replicas == 1 {
         return Ok(Mode::data_parallel(world.clone(), setup.strategy).options(options));
     }
-    let ranks = world.size().checked_div(replicas).unwrap_or_default();
-    let mesh = ProcessMesh::new(world, Mesh::new([(REPLICATE, replicas), (SHARD, ranks)])?)?;
+    let mesh = mesh(world, replicas)?;
     Ok(Mode::hybrid(mesh, REPLICATE, setup.strategy)?.options(options))
 }
 

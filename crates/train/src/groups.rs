@@ -31,28 +31,48 @@ impl Groups {
         policy: ShardPolicy,
     ) -> Result<(M, Self), Error> {
         if replicas == 1 {
+            let model = fully_shard(model, world, policy).map_err(of_loop)?;
             let groups = Self {
                 world: world.clone(),
                 shards: world.clone(),
                 replicas: None,
             };
-            return Ok((fully_shard(model, world, policy)?, groups));
+            return Ok((model, groups));
         }
-        let ranks = world.size().checked_div(replicas).unwrap_or_default();
-        let mesh = Mesh::new([(REPLICATE, replicas), (SHARD, ranks)])?;
-        let mesh = ProcessMesh::new(world, mesh)?;
+        let mesh = mesh(world, replicas)?;
         let groups = Self {
             world: world.clone(),
             shards: mesh.along(SHARD)?.clone(),
             replicas: Some(mesh.along(REPLICATE)?.clone()),
         };
         let policy = policy.replicate_axis(REPLICATE);
-        Ok((fully_shard(model, &mesh, policy)?, groups))
+        let model = fully_shard(model, &mesh, policy).map_err(of_loop)?;
+        Ok((model, groups))
     }
 
     /// Returns true if this rank's replica is the first, which has rank 0.
     pub(crate) fn is_in_first_replica(&self) -> bool {
         let replicas = self.replicas.as_ref();
         replicas.is_none_or(|replicas| replicas.rank() == 0)
+    }
+}
+
+/// Returns the mesh of several replicas, each of which is sharded over the same number of consecutive ranks.
+///
+/// Collective.
+pub(crate) fn mesh(world: &ProcessGroup, replicas: usize) -> Result<ProcessMesh, Error> {
+    let ranks = world.size();
+    if replicas == 0 || !ranks.is_multiple_of(replicas) {
+        return Err(Error::Replicas { replicas, ranks });
+    }
+    let mesh = Mesh::new([(REPLICATE, replicas), (SHARD, ranks / replicas)])?;
+    Ok(ProcessMesh::new(world, mesh)?)
+}
+
+/// Returns the error for an axis that the policy names with the way out in Burn's loop, and any other error unchanged.
+fn of_loop(error: burn_fsdp_shard::Error) -> Error {
+    match error {
+        burn_fsdp_shard::Error::Axis { axis, .. } => Error::AxisInTraining { axis },
+        error => error.into(),
     }
 }

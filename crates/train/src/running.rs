@@ -1,5 +1,6 @@
 //! Starts Burn's loop with a strategy.
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
@@ -55,13 +56,28 @@ pub(crate) fn run<M: LearnerModel, T: Send + 'static>(
     // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
     let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
     let returned = held(&left.outcome).take().transpose()?;
-    let result = result.unwrap_or_else(|panic| resume_unwind(panic));
+    let result = match (result, &returned) {
+        (Ok(result), _) => result,
+        // Burn panics if it cannot read or load a checkpoint.
+        (Err(panic), None) => {
+            let reason = text(panic.as_ref());
+            return Err(Error::NotStarted { reason });
+        }
+        (Err(panic), Some(_)) => resume_unwind(panic),
+    };
     Ok(LearningResult {
         model: returned.expect("Burn's loop has had the ranks train"),
         renderer: result.renderer,
         interrupted: result.interrupted,
         error: result.error,
     })
+}
+
+/// Returns the message of a panic.
+fn text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&'static str>().copied());
+    text.unwrap_or("a panic without a message").to_owned()
 }
 
 /// Returns the function that trains on each rank by the eager engine, and then calls `end` with its shards.

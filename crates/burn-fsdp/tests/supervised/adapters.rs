@@ -61,3 +61,48 @@ fn a_checkpoint_has_the_adapters() {
     });
     assert_close(&burns.model, &want, 1e-5);
 }
+
+/// Burn panics on checkpoints that it cannot load. With plain Burn, too, a weight in columns that `apply_lora` has
+/// initialized does not load.
+#[test]
+fn a_checkpoint_that_burn_cannot_load_is_an_error() {
+    let data = || (items(8, 1), items(4, 2));
+    let model = || Net::in_columns(&device()).apply_lora(Lora::new(2, 3.0));
+    let at = folder();
+    let resumed = |model, epoch| {
+        let got = by(&on(2), model, at.path(), data(), |training| {
+            let training = training.with_default_checkpointers().num_epochs(2);
+            match epoch {
+                None => training.num_epochs(1),
+                Some(epoch) => training.checkpoint(epoch),
+            }
+        });
+        got.err().map(|error| error.to_string())
+    };
+    assert_eq!(resumed(model(), None), None);
+    let refused = resumed(model(), Some(1)).expect("in columns");
+    assert!(
+        refused.contains("hidden.weight") && refused.contains("`LinearLayout::Row`"),
+        "{refused}"
+    );
+    let refused = resumed(model(), Some(7)).expect("no such file");
+    assert!(refused.contains("model-7"), "{refused}");
+    // Without adapters, the weight is loaded.
+    let plain = folder();
+    for epoch in [None, Some(1)] {
+        let got = by(
+            &on(2),
+            Net::in_columns(&device()),
+            plain.path(),
+            data(),
+            |training| {
+                let training = training.with_default_checkpointers();
+                match epoch {
+                    None => training.num_epochs(1),
+                    Some(epoch) => training.num_epochs(2).checkpoint(epoch),
+                }
+            },
+        );
+        got.unwrap_or_else(|error| panic!("{error}"));
+    }
+}

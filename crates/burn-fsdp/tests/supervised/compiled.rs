@@ -158,7 +158,8 @@ fn what_compiled_steps_lack_is_refused() {
         (on(2).clip_grad_norm(Clip::to(1.0)), "`Options::clip`"),
         (on(2).loss_scaler(scaler), "`Options::loss_scaling`"),
         (on(2).devices([Device::flex().autodiff()]), "CPU"),
-        (on(3).replicas(2), "3"),
+        (on(4).replicas(3), "`FullySharded::replicas(3)`"),
+        (on(2).replicas(0), "`FullySharded::replicas(0)`"),
     ] {
         let message = refused(strategy, even());
         assert!(message.contains(words), "{message}");

@@ -383,7 +383,10 @@ fn unsupported_settings_are_named_in_the_error() {
     assert!(refused.contains("nowhere"), "{refused}");
     let policy = ShardPolicy::new().replicate_axis("replicate");
     let refused = launch(two().policy(policy), optimizer()).expect("no such axis");
-    assert!(refused.contains("replicate"), "{refused}");
+    assert!(
+        refused.contains("`replicate`") && refused.contains("`.replicas(n)`"),
+        "{refused}"
+    );
     let policy = ShardPolicy::new().ignore(["head"]);
     let refused = launch(two().policy(policy), optimizer()).expect("each rank's own");
     assert!(refused.contains("`head.weight`"), "{refused}");

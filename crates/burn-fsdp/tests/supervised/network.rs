@@ -8,7 +8,7 @@ use burn::data::dataset::InMemDataset;
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout, PaddingConfig2d};
 use burn::tensor::{Device, FloatDType, Int, Tensor, activation};
 use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
 use burn_fsdp::compile::{Batch, BatchMapper};
@@ -50,6 +50,16 @@ impl Net {
         };
         // Every training run has these values, whatever other threads draw.
         net.map(&mut Fixed(0))
+    }
+
+    /// Returns the network with hidden weights in columns.
+    pub(crate) fn in_columns(device: &Device) -> Self {
+        let layout = LinearLayout::Col;
+        let hidden = LinearConfig::new(3 * 4 * 4, 7).with_layout(layout);
+        Self {
+            hidden: hidden.init(device),
+            ..Self::new(device)
+        }
     }
 
     /// Returns the network with different values.

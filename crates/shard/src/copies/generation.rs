@@ -415,6 +415,21 @@ impl Generation {
         self.trainable(|holding| *holding == Holding::Whole)
     }
 
+    /// Names the first parameter that was frozen or unfrozen after the module was sharded, of those that are kept whole or
+    /// of the others; empty if none was. With it in a reduction's label, ranks that differ in it see its name.
+    pub(crate) fn refrozen(&self, kept_whole: bool) -> String {
+        let mut slots = self.unit.slots.iter().enumerate();
+        let changed = slots.find(|(index, slot)| {
+            (slot.holding == Holding::Whole) == kept_whole
+                && slot.starts_trained != self.is_trainable(*index)
+        });
+        match changed {
+            None => String::new(),
+            Some((_, slot)) if slot.starts_trained => format!(" with `{}` frozen,", slot.path),
+            Some((_, slot)) => format!(" with `{}` unfrozen,", slot.path),
+        }
+    }
+
     fn trainable(&self, is_wanted: impl Fn(&Holding) -> bool) -> Vec<usize> {
         let wanted = |index: &usize| is_wanted(&self.unit.slots[*index].holding);
         let all = (0..self.unit.slots.len()).filter(wanted);

@@ -309,8 +309,9 @@ impl Root {
             Operation::UnshardBackward(_) => "backward",
             _ => "forward",
         };
+        let refrozen = generation.refrozen(false) + &generation.refrozen(true);
         self.label(format_args!(
-            "{} unshard, {direction}, values {:08x},",
+            "{} unshard, {direction}, values {:08x},{refrozen}",
             generation.unit.label(),
             generation.fingerprint()
         ))

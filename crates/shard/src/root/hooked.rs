@@ -48,9 +48,10 @@ impl Progress {
         }
         let note = self.unit_note(unit, &given);
         let label = root.label(format_args!(
-            "{} gradients of ranks, values {:08x},",
+            "{} gradients of ranks, values {:08x},{}",
             unit.label(),
-            generation.fingerprint()
+            generation.fingerprint(),
+            generation.refrozen(false)
         ));
         let pending = group.start_exchange(label, note)?;
         self.audited.carries(Some(unit), pending.operation());

@@ -92,9 +92,10 @@ impl Progress {
         let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
         let label = root.label(format_args!(
-            "{} reduction, values {:08x},",
+            "{} reduction, values {:08x},{}",
             unit.label(),
-            generation.fingerprint()
+            generation.fingerprint(),
+            generation.refrozen(false)
         ));
         let into = slots.iter().map(of).map(|slot| {
             let bytes = slot.held_elements(own) * arrival.element(slot).size();
@@ -270,6 +271,9 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Vec<Note>, Error> {
         self.complete(root, 0)?;
+        let ended = self.gradients.ended.iter();
+        let refrozen = ended.map(|ended| ended.generation.refrozen(true));
+        let refrozen = refrozen.max().unwrap_or_default();
         let mut by_factors = self.take_whole(root)?.into_iter();
         let whole = by_factors.next().unwrap_or_default();
         let order = self.order.current();
@@ -278,19 +282,19 @@ impl Progress {
         let note = self.audited.last_note(wish, marks, &given);
         let lengths = note.lengths();
         let notes = if whole.is_empty() {
-            let label = root.label(format_args!("end of backward"));
+            let label = root.label(format_args!("end of backward{refrozen}"));
             root.group.exchange(label, note.join())?
         } else {
             let of_reduction = |notes: &[Vec<u8>]| {
                 let notes = Note::split_all(notes.to_vec(), lengths);
                 notes.iter().map(Note::of_reduction).collect()
             };
-            self.average_whole(root, note.join(), whole, of_reduction)?
+            self.average_whole(root, (note.join(), &refrozen), whole, of_reduction)?
         };
         for whole in by_factors {
             let given: Vec<_> = whole.iter().map(Whole::given).collect();
             let note = self.audited.note(&given);
-            self.average_whole(root, note, whole, <[_]>::to_vec)?;
+            self.average_whole(root, (note, &refrozen), whole, <[_]>::to_vec)?;
         }
         let notes = Note::split_all(notes, lengths);
         self.audited.hear(&notes);
@@ -333,11 +337,12 @@ impl Progress {
     }
 
     /// Averages gradients of parameters kept whole over all ranks, with the factors that they share. Returns the ranks'
-    /// notes, from which `of_reduction` extracts the reduction's own notes.
+    /// notes, from which `of_reduction` extracts the reduction's own notes. `refrozen` names a parameter that was frozen
+    /// since the module was sharded.
     fn average_whole(
         &mut self,
         root: &Root,
-        note: Vec<u8>,
+        (note, refrozen): (Vec<u8>, &str),
         whole: Vec<Whole>,
         of_reduction: impl FnOnce(&[Vec<u8>]) -> Vec<Vec<u8>>,
     ) -> Result<Vec<Vec<u8>>, Error> {
@@ -370,7 +375,7 @@ impl Progress {
         let into = into.collect();
         let parts = slots.zip(sources);
         let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
-        let label = root.label(format_args!("parameters kept whole, reduction"));
+        let label = root.label(format_args!("parameters kept whole, reduction{refrozen}"));
         let pending = root
             .group
             .start_all_reduce(label, note, mean, parts.collect(), into)?;

@@ -30,7 +30,7 @@ pub(super) fn expect_adapters(policy: &ShardPolicy, adapters: &Adapters) -> Resu
         return Ok(());
     }
     Err(rejected(
-        "set together with `lora` or `dora`, because only the frozen base of adapters has fewer bits",
+        "set together with `lora` or `dora`, or for a module that `apply_lora` has adapted, because only the frozen base of adapters has fewer bits",
         "set without adapters".to_owned(),
     ))
 }
@@ -68,6 +68,14 @@ pub(super) fn form(
         ));
     }
     Ok(Quantized::new(bits, found.dtype, partition)?)
+}
+
+/// Returns the error for the base of a module's own adapter that is trained, too.
+pub(super) fn trained(found: &Found) -> Error {
+    rejected(
+        "set for frozen matrices; freeze them, as `apply_lora` does",
+        format!("set for `{}`, which is trained", found.path),
+    )
 }
 
 /// The first matrix of this rank that cannot be quantized. Sharding continues, so all ranks issue the same operations.

@@ -22,8 +22,8 @@ pub(super) type Adapters = HashMap<String, LoraAdapter>;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if `groups` attaches adapters as well, or a part of the module is already sharded;
-/// [`Error::Reparameterized`] for a reparameterization that is no such adapter.
+/// [`Error::Option`] if `groups` attaches adapters as well, a part of the module is already sharded, or a factor has an
+/// adapter; [`Error::Reparameterized`] for a reparameterization that is no such adapter.
 pub(super) fn detached<M: Module>(
     module: M,
     groups: &[AdapterGroup],
@@ -33,19 +33,30 @@ pub(super) fn detached<M: Module>(
     let Some(first) = found.adapted.first().cloned() else {
         return Ok((module, Adapters::new()));
     };
-    if !groups.is_empty() {
+    if let Some(group) = groups.first() {
         return Err(refused(
-            "lora",
+            group.method.option(),
             "omitted for a module that already has adapters",
             format!("set for a module with an adapter at `{first}`"),
+        ));
+    }
+    if let Some(factor) = found.adapted_factor {
+        return Err(refused(
+            "apply_lora",
+            "called once for the whole module, because Burn keeps one adapter per weight; select several groups of \
+             weights with one `ParamGroup`",
+            format!("called twice: the factor `{factor}` has an adapter itself"),
         ));
     }
     match found.other {
         Some((path, name)) if name == NAME => {
             return Err(refused(
                 "apply_lora",
-                "called before any part of the module is sharded",
-                format!("called for `{first}` in a module in which `{path}` is sharded"),
+                "followed by one call that shards the whole module; name its children with `ShardPolicy::units` \
+                 instead of sharding them in calls of their own",
+                format!(
+                    "called for `{first}` of a module in which `{path}` was sharded by an earlier call"
+                ),
             ));
         }
         Some((path, name)) => return Err(Error::Reparameterized { path, name }),
@@ -67,8 +78,15 @@ pub(super) fn detached<M: Module>(
     let sums = probed([3.0, 5.0, 7.0]);
     for path in &paths {
         let (scale, sum) = (scales[path], sums[path]);
+        if !scale.is_finite() {
+            return Err(refused(
+                "apply_lora",
+                "called with a finite alpha and a rank of 1 or more",
+                format!("called for `{path}` with a scale (alpha over rank) of {scale}"),
+            ));
+        }
         let expected = 3.0 + 35.0 * scale;
-        if !scale.is_finite() || (sum - expected).abs() > 1e-9 * expected.abs().max(1.0) {
+        if (sum - expected).abs() > 1e-9 * expected.abs().max(1.0) {
             return Err(Error::Reparameterized {
                 path: path.clone(),
                 name: LoraAdapter::NAME.to_owned(),
@@ -109,13 +127,21 @@ type Probe = [f64; 3];
 #[derive(Default)]
 struct Found {
     adapted: Vec<String>,
+    /// A factor that has an adapter itself.
+    adapted_factor: Option<String>,
     /// The path, and the reparameterization's name.
     other: Option<(String, String)>,
 }
 
 impl path::Visitor for Found {
     fn enter(&mut self, place: &Location, name: &str, container: &str) {
-        if container != CONTAINER || place.is_nested() {
+        if container != CONTAINER {
+            return;
+        }
+        if place.is_nested() {
+            if self.adapted_factor.is_none() {
+                self.adapted_factor = Some(place.path());
+            }
             return;
         }
         if name == LoraAdapter::NAME {

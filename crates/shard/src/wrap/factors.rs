@@ -36,7 +36,8 @@ pub(super) fn with_factors(
             name: LoraAdapter::NAME.to_owned(),
         });
     }
-    groups.iter().try_for_each(|group| check(&group.lora))?;
+    groups.iter().try_for_each(check)?;
+    expect_own_factors(&parameters, adapters)?;
     check_matches(&parameters, groups)?;
     let mut all = Vec::with_capacity(parameters.len());
     for base in parameters {
@@ -77,6 +78,7 @@ fn check_matches(parameters: &[Found], groups: &[AdapterGroup]) -> Result<(), Er
         calls => format!(" in call {} of {calls}", index + 1),
     };
     Err(refused(
+        groups[index].method,
         "set for a group that matches one",
         format!(
             "set{call} for a group that matches no sharded parameter of two dims (convolutions get no adapters); these \
@@ -93,6 +95,7 @@ fn factors(base: &Found, group: &AdapterGroup) -> Result<Vec<Found>, Error> {
         && dtype != base.dtype
     {
         return Err(refused(
+            group.method,
             "set with factors of the type of the parameter that they adapt, in which the sharded weight computes; \
              omit `set_dtype`, and choose types with `ShardPolicy::precision`",
             format!(
@@ -119,8 +122,45 @@ fn factors(base: &Found, group: &AdapterGroup) -> Result<Vec<Found>, Error> {
     Ok(factors)
 }
 
+/// Checks that no factor is shared, which Burn permits: its own optimizers then update only one of the fields.
+fn expect_own_factors(parameters: &[Found], adapters: &Adapters) -> Result<(), Error> {
+    let mut fields: HashMap<_, _> = parameters
+        .iter()
+        .map(|found| (found.id, found.path.clone()))
+        .collect();
+    let mut paths: Vec<_> = adapters.keys().collect();
+    paths.sort();
+    for path in paths {
+        let adapter = &adapters[path];
+        for (name, factor) in [(FACTOR_A, &adapter.a), (FACTOR_B, &adapter.b)] {
+            let second = format!("{path}.{name}");
+            if let Some(first) = fields.insert(factor.id, second.clone()) {
+                return Err(Error::Tied {
+                    first,
+                    second,
+                    problem: "but a factor of an adapter cannot be shared; give each adapter factors of its own, for \
+                              example with `Param::from_tensor(factor.val())`",
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Returns the factors of an adapter that the module already has.
 fn factors_of(base: &Found, adapter: &LoraAdapter) -> Result<Vec<Found>, Error> {
+    let [a, b] = [&adapter.a, &adapter.b].map(|factor| factor.lazy_shape().to_vec());
+    if a[1] != b[0] || a[1] == 0 || a[0] * b[1] != base.num_elements() {
+        return Err(Error::Option {
+            option: "apply_lora",
+            expected: "called with factors `a` of [rows, rank] and `b` of [rank, columns], where rows times columns is \
+                       the weight's number of elements and the rank is 1 or more",
+            got: format!(
+                "called for `{}` of shape {:?} with factors of {a:?} and {b:?}",
+                base.path, base.shape
+            ),
+        });
+    }
     let new = NewAdapter {
         path: base.path.clone(),
         scale: adapter.scale,
@@ -168,16 +208,19 @@ fn factor(base: &Found, name: &str, shape: &[usize], adapter: &NewAdapter) -> Fo
 }
 
 /// Checks the settings that do not depend on the module.
-fn check(lora: &Lora) -> Result<(), Error> {
+fn check(group: &AdapterGroup) -> Result<(), Error> {
+    let (lora, method) = (&group.lora, group.method);
     if lora.rank == 0 {
-        return Err(refused("of rank 1 or more", "of rank 0".to_owned()));
+        let got = "of rank 0".to_owned();
+        return Err(refused(method, "of rank 1 or more", got));
     }
     if !lora.alpha.is_finite() {
         let got = format!("set with an alpha of {}", lora.alpha);
-        return Err(refused("set with a finite alpha", got));
+        return Err(refused(method, "set with a finite alpha", got));
     }
     match lora.init_std {
         Some(std) if !std.is_finite() || std < 0.0 => Err(refused(
+            method,
             "set with a finite `init_std` of 0 or more",
             format!("set with an `init_std` of {std}"),
         )),
@@ -185,9 +228,9 @@ fn check(lora: &Lora) -> Result<(), Error> {
     }
 }
 
-fn refused(expected: &'static str, got: String) -> Error {
+fn refused(method: Method, expected: &'static str, got: String) -> Error {
     Error::Option {
-        option: "lora",
+        option: method.option(),
         expected,
         got,
     }
@@ -209,8 +252,8 @@ pub(super) fn join(slots: &mut [Slot], found: &[Found]) {
             a,
             b,
             magnitude: factor(MAGNITUDE),
-            rows: slot.shape[0],
-            columns: slot.shape[1],
+            rows: found[a].shape[0],
+            columns: found[b].shape[1],
             rank: found[a].shape[1],
             scale: new.scale,
             origin: new.origin,

@@ -352,7 +352,11 @@ fn slot(
         Some(&owner) => Partition::one_owner(num_elements, num_shards, owner)?,
         None => partition,
     };
+    // A policy's adapters freeze all other parameters.
+    let starts_trained =
+        found.is_trainable && (found.factor_of.is_some() || policy.adapters.is_empty());
     let packed = match (bits, holding) {
+        (Some(_), _) if starts_trained => return Err(base::trained(found)),
         (Some(bits), _) => Some(Packed::Held(base::form(bits, found, partition)?)),
         (None, Holding::Shard) if policy.gathers_in_8_bits => {
             Some(Packed::Sent(Packing::new(partition)?))
@@ -373,5 +377,6 @@ fn slot(
         adapter: None,
         unfit: found.layer.clone().filter(|layer| layer.dtype != compute),
         folder: folder(found, holding, policy),
+        starts_trained,
     })
 }

@@ -90,15 +90,17 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
-/// Returns the name of the operation. It includes an adapter's scale, so ranks with different scales fail at this
-/// operation.
+/// Returns the name of the operation. It includes an adapter's scale, and whether the parameter is frozen, so ranks that
+/// differ in these fail at this operation.
 fn label(slot: &Slot) -> String {
     let adapted = slot.adapter.as_ref().map(|adapter| {
         let (rank, scale) = (adapter.rank, adapter.scale);
         let method = adapter.magnitude.map_or("", |_| " by DoRA");
         format!(", adapted{method} at rank {rank} with a scale of {scale}")
     });
-    format!("{} initial value{}", slot.path, adapted.unwrap_or_default())
+    let frozen = if slot.starts_trained { "" } else { ", frozen" };
+    let adapted = adapted.unwrap_or_default();
+    format!("{} initial value{adapted}{frozen}", slot.path)
 }
 
 fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {

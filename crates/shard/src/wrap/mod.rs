@@ -176,9 +176,9 @@ fn wrap<M: Module>(
         Form::Replicate => (earlier, Vec::new()),
         Form::Shard => split_off_replicas(earlier),
     };
-    if let (false, Some(path)) = (policy.adapters.is_empty(), survey.sharded.first()) {
+    if let (Some(group), Some(path)) = (policy.adapters.first(), survey.sharded.first()) {
         return Err(Error::Option {
-            option: "lora",
+            option: group.method.option(),
             expected: "set in one call for the whole module; use `units` instead of calls for its children",
             got: format!("set for a module in which `{path}` is already sharded"),
         });

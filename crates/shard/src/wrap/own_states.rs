@@ -75,34 +75,44 @@ fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
 }
 
-/// The tensors and flags of a module, in module order, to be put back. Running states are left out.
+/// The tensors and flags of a module, to be put back. Running states are left out.
 #[derive(Default)]
 struct Kept {
     states: Vec<String>,
     devices: HashMap<String, Device>,
-    params: VecDeque<Box<dyn Any>>,
+    /// The tensors by path: the visit reaches the factors of adapters, and the map does not.
+    params: HashMap<String, Box<dyn Any>>,
+    /// The flags in module order.
     flags: VecDeque<Param<Flag>>,
 }
 
 impl path::Visitor for Kept {
     fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
-        if !self.states.contains(&place.path()) {
-            self.params.push_back(Box::new(param.clone()));
+        let path = place.path();
+        if !self.states.contains(&path) {
+            // `valid` initializes lazy parameters, and the clones that share their state. An initialized weight in
+            // columns would load no record.
+            let kept = if param.is_initialized() {
+                param.clone()
+            } else {
+                param.clone().init_mapper(|value| value)
+            };
+            self.params.insert(path, Box::new(kept));
         }
     }
 
-    fn int<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D, Int>>) {
-        self.params.push_back(Box::new(param.clone()));
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
+        self.params.insert(place.path(), Box::new(param.clone()));
     }
 
-    fn bool<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D, Bool>>) {
-        self.params.push_back(Box::new(param.clone()));
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
+        self.params.insert(place.path(), Box::new(param.clone()));
     }
 }
 
 impl Kept {
-    fn next<T: 'static>(&mut self) -> Option<T> {
-        let param = self.params.pop_front()?.downcast().ok()?;
+    fn take<T: 'static>(&mut self, path: &str) -> Option<T> {
+        let param = self.params.remove(path)?.downcast().ok()?;
         Some(*param)
     }
 }
@@ -134,7 +144,7 @@ impl path::Mapper for PutBack {
     ) -> Param<Tensor<D>> {
         let path = place.path();
         if !self.0.states.contains(&path) {
-            return self.0.next().unwrap_or(param);
+            return self.0.take(&path).unwrap_or(param);
         }
         match self.0.devices.get(&path) {
             Some(device) => param.map(|tensor| device::tracked(tensor.inner(), device)),
@@ -144,18 +154,18 @@ impl path::Mapper for PutBack {
 
     fn int<const D: usize>(
         &mut self,
-        _place: &Location,
+        place: &Location,
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
-        self.0.next().unwrap_or(param)
+        self.0.take(&place.path()).unwrap_or(param)
     }
 
     fn bool<const D: usize>(
         &mut self,
-        _place: &Location,
+        place: &Location,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        self.0.next().unwrap_or(param)
+        self.0.take(&place.path()).unwrap_or(param)
     }
 
     fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {

@@ -15,8 +15,8 @@ use burn_fsdp_shard::{
 
 use super::base_bits::{self, BOTH, Net};
 use super::bench::{
-    Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, params, plain_device, seeded,
-    trained_plainly,
+    Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, panic_of, params,
+    plain_device, seeded, trained_plainly,
 };
 use super::lora::{Factors, adapters, blocks, in_rows, outcome, plain, plainly};
 use super::nets::Mlp;
@@ -253,10 +253,12 @@ fn what_would_lose_or_change_an_adapter_is_refused() {
         adapted(),
         blocks().lora(adapters()),
         &[
+            "lora is set",
             "omitted for a module that already has adapters",
             "blocks.0.",
         ],
     );
+    refused(adapted(), blocks().dora(adapters()), &["dora is set"]);
     refused(
         adapted(),
         ShardPolicy::new().ignore(["blocks.1"]),
@@ -275,9 +277,53 @@ fn what_would_lose_or_change_an_adapter_is_refused() {
         let head = LinearConfig::new(15, 7).init(&device());
         model.head = fully_shard(head, &world, ShardPolicy::new())?;
         let error = fully_shard(model, &world, blocks()).expect_err("a sharded part");
-        assert!(error.to_string().contains("`head."), "{error}");
+        for word in [
+            "`head.",
+            "sharded by an earlier call",
+            "`ShardPolicy::units`",
+        ] {
+            assert!(error.to_string().contains(word), "{error}");
+        }
         Ok(())
     });
+}
+
+/// The ranks must freeze the same parameters: before the module is sharded, and later.
+#[test]
+fn a_parameter_frozen_on_one_rank_is_named() {
+    let path = "blocks.1.up.weight.lora.a";
+    let refused = panic_of(|| {
+        on_ranks(2, move |world| {
+            let mut model = plain(&device(), adapters());
+            if world.rank() == 1 {
+                model = model.freeze_group(ParamGroup::from_predicate(path));
+            }
+            fully_shard(model, &world, blocks())
+        })
+    });
+    assert!(
+        refused.contains(&format!("\"{path} initial value, frozen\"")),
+        "{refused}"
+    );
+    let norm = "blocks.1.norm.gamma";
+    for (path, change) in [(path, "frozen"), (norm, "unfrozen")] {
+        let refused = panic_of(|| {
+            on_ranks(2, move |world| {
+                let mut model = fully_shard(plain(&device(), adapters()), &world, blocks())?;
+                // All ranks change the module, each its own parameters.
+                let group = ParamGroup::from_predicate(["nowhere", path][world.rank()]);
+                model = match change {
+                    "frozen" => model.freeze_group(group),
+                    _ => model.unfreeze_group(group),
+                };
+                backward(model.loss(world.rank(), 0, &device()), &model)
+            })
+        });
+        assert!(
+            refused.contains(&format!("with `{path}` {change}")),
+            "{refused}"
+        );
+    }
 }
 
 #[derive(Module, Debug)]

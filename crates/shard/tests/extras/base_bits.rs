@@ -79,7 +79,7 @@ pub(super) fn policy(bits: BaseBits) -> ShardPolicy {
 }
 
 /// The elements of a matrix in these bits.
-fn rounded(bits: BaseBits, values: &[f32]) -> Vec<f32> {
+pub(super) fn rounded(bits: BaseBits, values: &[f32]) -> Vec<f32> {
     let bits = match bits {
         BaseBits::Eight => 8,
         BaseBits::Four => 4,
@@ -118,7 +118,10 @@ impl<F: Fn(&str, Vec<f32>) -> Option<Vec<f32>>> ModuleMapper for Change<F> {
     }
 }
 
-fn changed<M: Module>(module: M, change: impl Fn(&str, Vec<f32>) -> Option<Vec<f32>>) -> M {
+pub(super) fn changed<M: Module>(
+    module: M,
+    change: impl Fn(&str, Vec<f32>) -> Option<Vec<f32>>,
+) -> M {
     let path = Vec::new();
     module.map(&mut Change { path, change })
 }

@@ -14,6 +14,7 @@ mod bench;
 mod nets;
 
 mod activations;
+mod adapted;
 mod agreement;
 mod apply_lora;
 mod auto;
