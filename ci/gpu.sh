@@ -23,7 +23,7 @@ fi
 XDG_RUNTIME_DIR="${XDG_RUNTIME_DIR:-$(mktemp -d)}"
 export XDG_RUNTIME_DIR BURN_FSDP_TEST_DEVICE="${BURN_FSDP_TEST_DEVICE:-wgpu}"
 if [ $# = 0 ]; then
-    set -- parity offload staging devices:: compiled_steps
+    set -- parity offload staging on_device devices:: compiled_steps
 fi
 cargo test --locked --release --features "${FEATURES:-burn-fsdp-cli/wgpu,burn-fsdp-shard-tests/wgpu}" --test eager --test extras --test devices \
     --test cli -- "$@"

@@ -3,18 +3,26 @@
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
+use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fsdp_collectives::engine::{
     Awaited, Claim, Completion, Control, Engine, Findings, Flight, Meeting, Messages, Payload,
     Request, Stopped, Subgroup,
 };
 use burn_fsdp_collectives::{
-    Buffer, Check, ElementType, FullPart, LaunchConfig, Operation, ReduceOp, Reduction, Source,
-    launch,
+    Buffer, Check, ElementType, FullPart, LaunchConfig, Operation, ProcessGroup, ProcessMesh,
+    ReduceOp, Reduction, Source, launch,
 };
-use burn_fsdp_tensors::{Medium, Staging, arrived, device_buffer, device_source, on_shared_stream};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{
+    Clip, Cut, Error, ShardPolicy, Strategy, backward, clip_grad_norm, fully_shard, memory, no_sync,
+};
+use burn_fsdp_tensors::{
+    Medium, Staged, Staging, arrived, device_buffer, device_source, on_shared_stream,
+};
 
-use super::bench::{named_device, plain_device};
+use super::bench::{SEED, named_device, optimizer, plain_device, seeded};
+use super::nets::Mlp;
 
 /// The device of the tests: the one that `BURN_FSDP_TEST_DEVICE` names, or another backend on the CPU.
 fn device() -> Option<Device> {
@@ -68,21 +76,22 @@ impl Engine for Uploading {
     fn start(&self, request: Request) -> Box<dyn Flight> {
         let signature = &request.claim.signature;
         let (extents, device) = (&signature.extents, &self.device);
-        // NdArray computes in 32 and 64 bits.
-        let dtypes: Option<Vec<_>> = extents
-            .iter()
-            .map(|extent| match extent.element {
-                ElementType::F32 => Some(DType::F32),
-                ElementType::F64 if *device != plain_device() => Some(DType::F64),
-                _ => None,
-            })
-            .collect();
-        let is_kept = |reduction: Reduction| {
-            extents
-                .iter()
-                .all(|extent| reduction.output_of(extent.element) == extent.element)
+        let kept = |element: ElementType| {
+            let known = match element {
+                ElementType::F16 => DType::F16,
+                ElementType::BF16 => DType::BF16,
+                ElementType::F32 => DType::F32,
+                ElementType::F64 => DType::F64,
+                _ => return None,
+            };
+            device.supports_dtype(known).then_some(known)
         };
-        let dtypes = dtypes.filter(|_| signature.reduction.is_none_or(is_kept));
+        let dtypes = extents.iter().map(|extent| {
+            let output = signature.reduction.map(|r| r.output_of(extent.element));
+            kept(output.unwrap_or(extent.element))?;
+            kept(extent.element)
+        });
+        let dtypes: Option<Vec<_>> = dtypes.collect();
         let Some(dtypes) = dtypes else {
             let inner = self.inner.start(request);
             return Box::new(Uploaded { inner, into: None });
@@ -170,7 +179,7 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 /// All-reduces the ranks' values, in the memory of `device` if there is one.
 fn reduced(device: Option<&Device>, reduction: Reduction, ranks: usize) -> Vec<Vec<f32>> {
     let device = device.cloned();
-    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+    let body = move |world: ProcessGroup| {
         let own = values(world.rank(), 1003);
         let medium = match &device {
             Some(device) => Medium::of(&world, [device.clone()]),
@@ -218,7 +227,7 @@ fn reductions_on_a_device_have_the_bits_of_the_host() {
 #[test]
 fn ranks_may_have_their_tensors_in_different_memory() {
     let Some(device) = device() else { return };
-    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+    let body = move |world: ProcessGroup| {
         let home = match world.rank() {
             1 => Device::flex(),
             _ => device.clone(),
@@ -248,7 +257,7 @@ fn ranks_may_have_their_tensors_in_different_memory() {
 #[test]
 fn ranks_that_compare_bytes_use_the_host() {
     let Some(device) = device() else { return };
-    let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+    let body = move |world: ProcessGroup| {
         let medium = Medium::of(&world, [device.clone()]);
         assert!(matches!(medium, Medium::Host));
         let tensor = Tensor::<1>::from_floats([1.0], &device);
@@ -271,7 +280,7 @@ fn ranks_read_complete_values_on_any_stream() {
     let Some(device) = device() else { return };
     for is_shared in [false, true] {
         let device = device.clone();
-        let body = move |world: burn_fsdp_collectives::ProcessGroup| {
+        let body = move |world: ProcessGroup| {
             let run = || {
                 let medium = Medium::of(&world, [device.clone()]);
                 let (rank, len) = (world.rank(), 4096);
@@ -298,5 +307,113 @@ fn ranks_read_complete_values_on_any_stream() {
             }
         };
         launch(LaunchConfig::new(3), body).unwrap();
+    }
+}
+
+/// What a run has besides units and a strategy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Also {
+    Nothing,
+    Replicas,
+    Frozen,
+    Adapters,
+    MicroBatches,
+}
+
+/// Trains for two steps, with clipping. Returns the losses of each rank, and the copies between the host and the device.
+fn trained_on(
+    device: &Device,
+    ranks: usize,
+    policy: &ShardPolicy,
+    also: Also,
+) -> Vec<(Vec<f32>, Staged)> {
+    let (device, policy) = (device.clone().autodiff(), policy.clone());
+    let body = move |world: ProcessGroup| {
+        let mut model = seeded(Mlp::new(&device), SEED);
+        let mut policy = policy.clone();
+        let mut mesh = Mesh::line("shard", ranks)?;
+        match also {
+            Also::Replicas => {
+                mesh = Mesh::new([("replicas", 2), ("shard", ranks / 2)])?;
+                policy = policy.replicate_axis("replicas");
+            }
+            Also::Frozen => model.blocks[1] = model.blocks[1].clone().no_grad(),
+            Also::Adapters => {
+                policy = policy.lora(super::lora::adapters());
+            }
+            Also::Nothing | Also::MicroBatches => {}
+        }
+        let mesh = ProcessMesh::new(&world, mesh)?;
+        let mut model = fully_shard(model, &mesh, policy)?;
+        let (mut optim, mut losses) = (optimizer(), Vec::new());
+        for step in 0..2 {
+            if also == Also::MicroBatches {
+                let loss = model.loss(world.rank(), step + 7, &device);
+                drop(no_sync(&model, || backward(loss, &model))??);
+            }
+            let loss = model.loss(world.rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            let clipped = clip_grad_norm(&model, gradients, Clip::to(0.05))?;
+            model = optim.step(1e-2, model, clipped.gradients);
+        }
+        Ok::<_, Error>((losses, memory(&model)?.staged))
+    };
+    launch(LaunchConfig::new(ranks), body).unwrap()
+}
+
+/// Steps of every kind copy nothing through the host, and train as on the CPU.
+#[test]
+fn steps_of_any_policy_stay_on_the_device() {
+    let Some(device) = device() else { return };
+    let blocks = || ShardPolicy::new().units(["blocks.*"]);
+    let policies = [
+        blocks(),
+        blocks().strategy(Strategy::ShardGradOp),
+        blocks().strategy(Strategy::NoShard),
+        blocks().shard_vectors(true).whole_below(20),
+        blocks().one_owner(["blocks.*.up.weight"]),
+        blocks().cut(Cut::Dims),
+    ];
+    for (number, policy) in policies.iter().enumerate() {
+        for (ranks, also) in [
+            (1, Also::Nothing),
+            (3, Also::Nothing),
+            (4, Also::Replicas),
+            (2, Also::Frozen),
+            (2, Also::Adapters),
+            (3, Also::MicroBatches),
+        ] {
+            let what = format!("policy {number}, {ranks} ranks, {also:?}");
+            let there = trained_on(&device, ranks, policy, also);
+            for (_, staged) in &there {
+                assert_eq!(*staged, Staged::default(), "{what}");
+            }
+            if also == Also::Adapters {
+                // Their factors start from random values.
+                continue;
+            }
+            let here = trained_on(&Device::flex(), ranks, policy, also);
+            for ((there, _), (here, _)) in there.iter().zip(&here) {
+                for (there, here) in there.iter().zip(here) {
+                    assert!(
+                        (there - here).abs() <= 1e-4 * here.abs(),
+                        "{what}: {there}, {here}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Backward gathers among neighbours from pieces that stay on the device.
+#[test]
+fn pieces_of_forward_stay_on_the_device() {
+    let Some(device) = device() else { return };
+    let policy = ShardPolicy::new()
+        .units(["blocks.*"])
+        .reshard_after_forward_to(2);
+    for (_, staged) in trained_on(&device, 4, &policy, Also::Nothing) {
+        assert_eq!(staged, Staged::default());
     }
 }
