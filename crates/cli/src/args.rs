@@ -182,10 +182,11 @@ pub(crate) struct TrainingArgs {
         hide_short_help = true
     )]
     pub(crate) nan: NotFinite,
-    /// Device: flex (the CPU) or a GPU backend
+    /// Device: flex (the CPU), a GPU backend, or auto
     ///
     /// wgpu, vulkan, metal, webgpu, cuda and rocm need a build with the feature of the same name. The ranks on a
-    /// machine use its devices 0, 1 and so on. With wgpu:0, all ranks share device 0.
+    /// machine use its devices 0, 1 and so on. With wgpu:0, all ranks share device 0. auto is the best backend of the
+    /// build with a GPU on this machine, otherwise flex; ranks share its devices if there are too few.
     #[arg(
         long,
         value_name = "DEVICE",

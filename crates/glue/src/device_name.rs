@@ -27,10 +27,24 @@ use thiserror::Error as ThisError;
 /// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are available in builds with the feature
 /// of that name. `wgpu:1` is the machine's second `wgpu` device. Without a number, the machine's first rank gets its
 /// first device, the second rank its second, and so on.
+///
+/// `auto` is the first backend of this build, in the order `cuda`, `rocm`, `metal`, `vulkan`, `webgpu`, `wgpu`, with a
+/// device on this machine that is not a software device. If there is none, it is `flex`. Ranks share the devices of `auto`
+/// if there are fewer devices than ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceName {
     backend: &'static str,
-    number: Option<usize>,
+    number: Number,
+}
+
+/// The device of a rank among those of its backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Number {
+    /// Each rank has the device with its own number.
+    OfRank,
+    Given(usize),
+    /// As `OfRank`, beginning again where devices run out: `auto`.
+    InTurns,
 }
 
 /// An invalid or unavailable device name.
@@ -39,7 +53,7 @@ pub struct DeviceName {
 pub enum DeviceNameError {
     /// A name that matches no backend.
     #[error(
-        "{name:?} is not a device; give a backend ({}), optionally with a colon and a number, such as `wgpu:0`",
+        "{name:?} is not a device; give `auto`, or a backend ({}), optionally with a colon and a number, such as `wgpu:0`",
         BACKENDS.join(", ")
     )]
     Unknown {
@@ -75,6 +89,12 @@ pub enum DeviceNameError {
 
 const BACKENDS: [&str; 7] = ["flex", "wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"];
 
+/// The name of a device that this machine has.
+const AUTO: &str = "auto";
+
+/// The backends of accelerators, the preferred ones first.
+const ACCELERATORS: [&str; 6] = ["cuda", "rocm", "metal", "vulkan", "webgpu", "wgpu"];
+
 /// Returns Burn's key for listing a backend's devices; `None` if this build does not have the backend.
 fn device_type(backend: &str) -> Option<DeviceType> {
     match backend {
@@ -105,15 +125,18 @@ impl Default for DeviceName {
     fn default() -> Self {
         Self {
             backend: "flex",
-            number: None,
+            number: Number::OfRank,
         }
     }
 }
 
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.backend)?;
-        self.number.map_or(Ok(()), |number| write!(f, ":{number}"))
+        match self.number {
+            Number::OfRank => f.write_str(self.backend),
+            Number::Given(number) => write!(f, "{}:{number}", self.backend),
+            Number::InTurns => f.write_str(AUTO),
+        }
     }
 }
 
@@ -124,6 +147,9 @@ impl FromStr for DeviceName {
         let unknown = || DeviceNameError::Unknown {
             name: name.to_owned(),
         };
+        if name == AUTO {
+            return Ok(Self::auto());
+        }
         let (backend, number) = match name.split_once(':') {
             Some((backend, number)) => (backend, Some(number)),
             None => (name, None),
@@ -131,7 +157,7 @@ impl FromStr for DeviceName {
         let known = BACKENDS.into_iter().find(|known| *known == backend);
         let backend = known.ok_or_else(unknown)?;
         let number = number.map(|number| number.parse::<usize>().map_err(|_| unknown()));
-        let number = number.transpose()?;
+        let number = number.transpose()?.map_or(Number::OfRank, Number::Given);
         if device_type(backend).is_none() {
             return Err(DeviceNameError::Feature { backend });
         }
@@ -140,6 +166,18 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceName {
+    /// Returns the name `auto`, with the backend that it has on this machine.
+    fn auto() -> Self {
+        let has_one = |backend: &&str| {
+            let found = devices(backend);
+            found.iter().any(|device| !is_software(device))
+        };
+        Self {
+            backend: ACCELERATORS.into_iter().find(has_one).unwrap_or("flex"),
+            number: Number::InTurns,
+        }
+    }
+
     /// Returns true for the CPU backend, whose memory collectives read in place.
     pub fn is_host(&self) -> bool {
         self.backend == "flex"
@@ -152,10 +190,14 @@ impl DeviceName {
     ///
     /// [`DeviceNameError::Missing`] if the machine does not have a device of that number.
     pub fn device(&self, rank_here: usize) -> Result<Device, DeviceNameError> {
-        let found = self.devices();
-        // All ranks share the CPU.
-        let own = if self.is_host() { 0 } else { rank_here };
-        let number = self.number.unwrap_or(own);
+        let found = devices(self.backend);
+        let number = match self.number {
+            Number::Given(number) => number,
+            // All ranks share the CPU.
+            Number::OfRank if self.is_host() => 0,
+            Number::OfRank => rank_here,
+            Number::InTurns => rank_here % found.len().max(1),
+        };
         found.get(number).cloned().ok_or(DeviceNameError::Missing {
             backend: self.backend,
             number,
@@ -163,16 +205,16 @@ impl DeviceName {
             found: found.len(),
         })
     }
+}
 
-    /// Returns the devices of the backend on this machine; software devices are returned only if there are no others.
-    fn devices(&self) -> Vec<Device> {
-        let found = device_type(self.backend).map(Device::enumerate);
-        let mut devices: Vec<Device> = found.into_iter().flatten().collect();
-        if devices.iter().any(|device| !is_software(device)) {
-            devices.retain(|device| !is_software(device));
-        }
-        devices
+/// Returns the devices of a backend on this machine; software devices are returned only if there are no others.
+fn devices(backend: &str) -> Vec<Device> {
+    let found = device_type(backend).map(Device::enumerate);
+    let mut devices: Vec<Device> = found.into_iter().flatten().collect();
+    if devices.iter().any(|device| !is_software(device)) {
+        devices.retain(|device| !is_software(device));
     }
+    devices
 }
 
 /// Returns true if this is a graphics driver that computes on the CPU.
@@ -207,6 +249,20 @@ mod tests {
             let error = name.parse::<DeviceName>().expect_err(name).to_string();
             assert!(error.contains("is not a device"), "{error}");
         }
+    }
+
+    /// Whatever this machine has, ranks share it in turns, and a software device is not chosen.
+    #[test]
+    fn auto_finds_a_device_for_every_rank() {
+        let auto: DeviceName = "auto".parse().expect("a name");
+        assert_eq!(auto.to_string(), "auto");
+        let first = auto.device(0).expect("there is a CPU");
+        assert!(!is_software(&first));
+        let number = devices(auto.backend).len();
+        assert_eq!(auto.device(number), Ok(first.clone()));
+        assert_eq!(auto.is_host(), first == Device::flex());
+        let names = ["auto:0", "Auto"].map(|name| name.parse::<DeviceName>());
+        assert!(names.iter().all(Result::is_err));
     }
 
     #[test]

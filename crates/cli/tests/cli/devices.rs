@@ -21,8 +21,10 @@ fn missing_devices_are_named_in_the_error() {
             assert!(run.stderr.contains(word), "{device}: {}", run.stderr);
         }
     }
-    let run = folder.train("--synthetic --steps 1 --device flex:0");
-    assert_eq!(run.code, 0, "{}", run.stderr);
+    for device in ["flex:0", "auto"] {
+        let run = folder.train(&format!("--synthetic --steps 1 --device {device}"));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+    }
 }
 
 /// These tests need a device of the backend. CI provides one in software.
