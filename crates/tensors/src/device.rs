@@ -164,11 +164,6 @@ impl<B: Backend> DeviceMemory for Memory<B> {
     ) -> Result<Box<dyn Payload>, String> {
         let dtype = float_of(element).ok_or_else(|| not_float(element))?;
         let size = DType::from(dtype).size();
-        if let [only] = stretches
-            && only.given.len() == len
-        {
-            return Ok(Box::new(OnDevice::<B>::new(self.piece(only, dtype)?, None)));
-        }
         let mut out = self.empty(len / size, dtype.into());
         for stretch in stretches.iter().filter(|stretch| !stretch.given.is_empty()) {
             out = self.assign(out, stretch.at / size, self.piece(stretch, dtype)?);
@@ -257,11 +252,20 @@ pub fn device_tensor<B: Backend>(buffer: Buffer) -> Result<FloatTensor<B>, Buffe
 
 /// Runs `body` on a stream that all of its callers share, on each device of CubeCL. Ranks that are threads and share a
 /// device then read each other's tensors in place, and their memory comes from one pool.
+///
+/// With the feature `fusion`, each thread keeps its own stream. Burn looks for operations to fuse in the order of a
+/// stream, where those of several ranks would be mixed in another order each time.
 pub fn on_shared_stream<T>(body: impl FnOnce() -> T) -> T {
-    /// Streams are counted from 0, so a program without a great many threads does not use this one. One that does only
-    /// shares the stream.
-    const SHARED: StreamId = StreamId { value: 1 << 32 };
-    SHARED.executes(body)
+    /// Threads get the numbers 0, 1 and so on. CubeCL maps them to 128 streams, so only a program with that many threads
+    /// also uses this one, for other work.
+    const SHARED: StreamId = StreamId {
+        value: (1 << 32) + 127,
+    };
+    if cfg!(feature = "fusion") {
+        body()
+    } else {
+        SHARED.executes(body)
+    }
 }
 
 fn space_of<B: Backend>(device: &B::Device) -> Space {

@@ -46,10 +46,11 @@ impl Medium {
         } else {
             staging.moved(tensor, device)
         };
-        // Its elements move as 32-bit floats.
-        let tensor = match tensor.dtype() {
-            DType::Flex32 => tensor.cast(FloatDType::F32),
-            _ => tensor,
+        let dtype = exchanged(tensor.dtype());
+        let tensor = if tensor.dtype() == dtype {
+            tensor
+        } else {
+            tensor.cast(FloatDType::from(dtype))
         };
         let [len] = tensor.dims();
         device_source::<Dispatch>(tensor.into_dispatch(), len, account)
@@ -60,6 +61,7 @@ impl Medium {
         match self {
             Self::Host => Source::new(vec![0; num_elements * dtype.size()]),
             Self::Device(device) => {
+                let dtype = exchanged(dtype);
                 let zeros = Tensor::<1>::zeros([num_elements], (device, dtype));
                 device_source::<Dispatch>(zeros.into_dispatch(), num_elements, None)
             }
@@ -72,6 +74,14 @@ impl Medium {
             Self::Device(device) if len > 0 => device_buffer::<Dispatch>(device.as_dispatch(), len),
             _ => pool.take(len),
         }
+    }
+}
+
+/// Returns the type in which elements of `dtype` are exchanged.
+fn exchanged(dtype: DType) -> DType {
+    match dtype {
+        DType::Flex32 => DType::F32,
+        other => other,
     }
 }
 

@@ -30,7 +30,8 @@ pub trait DeviceMemory: fmt::Debug + Send + Sync {
         stretches: &[Stretch<'_>],
     ) -> Result<Box<dyn Payload>, String>;
 
-    /// Returns new memory with the combination of the addends, one stretch of equal length per rank, in rank order. The
+    /// Returns the combination of the addends, one stretch of equal length per rank, in rank order. It is in new memory,
+    /// unless there is one rank, whose own source may be the result. The
     /// results have the bits of [`reduce`](crate::reduce), if the device computes sums and products as IEEE 754
     /// defines.
     ///

@@ -4,6 +4,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, ProcessGroup, Reduction, Source};
 use burn_fsdp_mesh::{Clip, Measure, Norm};
+use burn_fsdp_tensors::is_host;
 
 use crate::error::Error;
 use crate::inspect;
@@ -28,7 +29,8 @@ pub struct Clipped {
 /// Without any gradient the norm is 0.
 ///
 /// Collective over all ranks of the module, between steps: one all-reduce of one number for each group over which
-/// parameters are sharded.
+/// parameters are sharded, and one more over all ranks if gradients are on a device other than the CPU. There, norms are
+/// computed in the gradients' type, at least 32 bits.
 ///
 /// # Errors
 ///
@@ -77,8 +79,17 @@ pub fn grad_norm<M: Module>(
         *sum = measure.join(*sum, own);
     }
     let mut total = everywhere;
+    let mut is_computed_on_a_device = false;
+    let own_is = entries.iter().any(|entry| !is_host(&entry.flat.device()));
     for (group, own) in groups.iter().zip(by_group) {
-        total = measure.join(total, all_reduce(group, own, reduction)?);
+        let reduced = all_reduce(group, own, reduction, own_is)?;
+        total = measure.join(total, reduced.number);
+        is_computed_on_a_device |= reduced.is_any;
+    }
+    if is_computed_on_a_device {
+        // Devices may round differently, and then ranks would scale the same gradients by different factors.
+        let of_first = if root.group.rank() == 0 { total } else { 0.0 };
+        total = all_reduce(&root.group, of_first, reduction, true)?.number;
     }
     Ok(measure.root(total))
 }
@@ -148,22 +159,33 @@ pub(super) fn are_finite(entries: &[Entry]) -> bool {
     largest.into_iter().all(f64::is_finite)
 }
 
-/// Reduces one number over the ranks of `group`.
-pub(crate) fn all_reduce(
+/// A number that ranks have reduced.
+pub(super) struct Reduced {
+    pub(super) number: f64,
+    /// True if a rank has set its flag.
+    pub(super) is_any: bool,
+}
+
+/// Reduces one number over the ranks of `group`, and tells whether any rank sets `flag`.
+pub(super) fn all_reduce(
     group: &ProcessGroup,
     number: f64,
     reduction: Reduction,
-) -> Result<f64, Error> {
+    flag: bool,
+) -> Result<Reduced, Error> {
     let part = FullPart::new(Source::new(number.to_ne_bytes()), ElementType::F64);
     let into = BufferPool::new().take(size_of::<f64>());
     let received = group.all_reduce(
         "norm of the gradients",
-        Vec::new(),
+        vec![u8::from(flag)],
         reduction,
         vec![part],
         vec![into],
     )?;
     let mut bytes = [0; size_of::<f64>()];
     bytes.copy_from_slice(received.buffers[0].as_ref());
-    Ok(f64::from_ne_bytes(bytes))
+    Ok(Reduced {
+        number: f64::from_ne_bytes(bytes),
+        is_any: received.notes.iter().any(|note| note == &[1]),
+    })
 }

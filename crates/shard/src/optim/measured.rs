@@ -13,7 +13,7 @@ const NUMBERS: usize = 3;
 /// Returns the contribution of each gradient's elements on this rank.
 ///
 /// On the host, they are computed in 64 bits, and on a device in the gradient's type, at least 32 bits. The sums there are of
-/// the elements divided by the largest, so they do not overflow.
+/// the elements divided by the largest, so they do not overflow. Different devices may round differently.
 pub(super) fn contributions(measure: Measure, entries: &[Entry]) -> Vec<f64> {
     let mut contributions: Vec<f64> = vec![0.0; entries.len()];
     // Of each device in turn, the positions of its gradients and their numbers.
@@ -69,25 +69,54 @@ fn on_host(measure: Measure, flat: &Tensor<1>) -> f64 {
 fn on_device(measure: Measure, flat: &Tensor<1>) -> Tensor<1> {
     let flat = widened(flat);
     let dtype = FloatDType::from(flat.dtype());
-    let nonfinite = flat.clone().is_finite().bool_not().float().sum();
+    let nonfinite = flat.clone().is_finite().bool_not().float();
+    let nonfinite = folded(nonfinite, |rows| rows.max_dim(1));
     let sizes = flat.abs();
-    let largest = sizes.clone().max();
+    let largest = folded(sizes.clone(), |rows| rows.max_dim(1));
     let ratios = sizes / largest.clone().clamp_min(f32::MIN_POSITIVE);
+    let sum_of = |terms| folded(terms, |rows| rows.sum_dim(1));
     let sum = match measure {
-        Measure::Absolute => ratios.sum(),
-        Measure::Square => (ratios.clone() * ratios).sum(),
-        Measure::Power(p) => ratios.powf_scalar(p).sum(),
+        Measure::Absolute => sum_of(ratios),
+        Measure::Square => sum_of(ratios.clone() * ratios),
+        Measure::Power(p) => sum_of(ratios.powf_scalar(p)),
         Measure::Largest => largest.clone(),
     };
     Tensor::cat(vec![largest, sum, nonfinite.cast(dtype)], 0)
 }
 
+/// Combines all elements into one, row by row. Burn's own reductions of a whole tensor use few of a GPU's threads, or add
+/// in an order that changes.
+fn folded(mut flat: Tensor<1>, fold: impl Fn(Tensor<2>) -> Tensor<2>) -> Tensor<1> {
+    const COLUMNS: usize = 1024;
+    loop {
+        let [len] = flat.dims();
+        if len == 1 {
+            return flat;
+        }
+        let columns = len.min(COLUMNS);
+        let rows = len / columns;
+        let rest = len - rows * columns;
+        let folded = |part: Tensor<1>, [rows, columns]: [usize; 2]| {
+            fold(part.reshape([rows, columns])).reshape([rows])
+        };
+        flat = if rest == 0 {
+            folded(flat, [rows, columns])
+        } else {
+            let whole = flat.clone().slice(0..rows * columns);
+            let rest_of = flat.slice(rows * columns..len);
+            let parts = [folded(whole, [rows, columns]), folded(rest_of, [1, rest])];
+            Tensor::cat(parts.into(), 0)
+        };
+    }
+}
+
 /// Returns the contribution that [`on_device`]'s first two numbers describe.
 fn joined(measure: Measure, largest: f64, sum: f64) -> f64 {
+    let divisor = largest.max(f64::from(f32::MIN_POSITIVE));
     match measure {
-        Measure::Absolute => largest * sum,
-        Measure::Square => largest * largest * sum,
-        Measure::Power(p) => largest.powf(p) * sum,
+        Measure::Absolute => divisor * sum,
+        Measure::Square => divisor * divisor * sum,
+        Measure::Power(p) => divisor.powf(p) * sum,
         Measure::Largest => largest,
     }
 }
@@ -103,7 +132,14 @@ mod tests {
     fn both_ways_compute_the_same() {
         let device = Device::flex();
         let values: Vec<f32> = (0..1001).map(|i| (i as f32 - 300.0) * 0.37).collect();
-        let cases = [values, vec![0.0; 5], vec![1e30, -3e30], vec![1e-30, 2e-30]];
+        let cases = [
+            values,
+            vec![0.0; 5],
+            vec![1e30, -3e30],
+            vec![1e-30, 2e-30],
+            vec![1e-40, 3e-40],
+            vec![0.25; 3 * 1024 * 1024 + 7],
+        ];
         for values in cases {
             let flat = Tensor::<1>::from_floats(values.as_slice(), &device);
             for norm in [Norm::P(1.0), Norm::P(2.0), Norm::P(3.5), Norm::Infinity] {

@@ -114,7 +114,8 @@ impl LossScaler {
         let entries = gradients::entries(module, &gradients);
         let found = f64::from(u8::from(!clip::are_finite(&entries)));
         drop(entries);
-        let found_anywhere = clip::all_reduce(&root.group, found, Reduction::max())? > 0.0;
+        let found = clip::all_reduce(&root.group, found, Reduction::max(), false)?;
+        let found_anywhere = found.number > 0.0;
         if found_anywhere {
             let LossScalerState { scale, .. } = self.state;
             let smaller = self.scaling.back_off(self.state);

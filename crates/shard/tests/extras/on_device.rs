@@ -170,17 +170,28 @@ fn threads_meet_the_contract_of_engines_in_device_memory() {
     });
 }
 
-/// Returns values whose sum depends on the order of additions.
+/// Returns values whose sum depends on the order of additions. Some are zeros of both signs, infinite, or not a number.
 fn values(rank: usize, len: usize) -> Vec<f32> {
-    let value = |i: usize| ((i * 7919 + rank * 104_729) % 1009) as f32 * 1.7e-3 - 0.4;
+    let value = |i: usize| match (i + rank) % 101 {
+        7 => f32::INFINITY,
+        8 => f32::NEG_INFINITY,
+        9 => f32::NAN,
+        10 => 0.0,
+        11 => -0.0,
+        _ => ((i * 7919 + rank * 104_729) % 1009) as f32 * 1.7e-3 - 0.4,
+    };
     (0..len).map(value).collect()
 }
 
 /// All-reduces the ranks' values, in the memory of `device` if there is one.
-fn reduced(device: Option<&Device>, reduction: Reduction, ranks: usize) -> Vec<Vec<f32>> {
+fn reduced(
+    device: Option<&Device>,
+    reduction: Reduction,
+    (ranks, len): (usize, usize),
+) -> Vec<Vec<u32>> {
     let device = device.cloned();
     let body = move |world: ProcessGroup| {
-        let own = values(world.rank(), 1003);
+        let own = values(world.rank(), len);
         let medium = match &device {
             Some(device) => Medium::of(&world, [device.clone()]),
             None => Medium::Host,
@@ -197,7 +208,16 @@ fn reduced(device: Option<&Device>, reduction: Reduction, ranks: usize) -> Vec<V
             Ok(tensor) => tensor,
             Err(buffer) => burn_fsdp_tensors::tensor(buffer, DType::F32, &home),
         };
-        Ok::<_, burn_fsdp_collectives::Error>(sum.into_data().iter().collect())
+        // All that is not a number is the same.
+        let bits = |sum: f32| {
+            if sum.is_nan() {
+                u32::MAX
+            } else {
+                sum.to_bits()
+            }
+        };
+        let sum = sum.into_data();
+        Ok::<_, burn_fsdp_collectives::Error>(sum.iter().map(bits).collect())
     };
     launch(LaunchConfig::new(ranks), body).unwrap()
 }
@@ -206,7 +226,8 @@ fn reduced(device: Option<&Device>, reduction: Reduction, ranks: usize) -> Vec<V
 #[test]
 fn reductions_on_a_device_have_the_bits_of_the_host() {
     let Some(device) = device() else { return };
-    for ranks in 1..=4 {
+    // With 2 elements, some of 4 ranks combine none.
+    for (ranks, len) in [(1, 1003), (2, 1003), (3, 1003), (4, 1003), (4, 2)] {
         for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min] {
             for (pre_scale, post_scale) in [(1.0, 1.0), (0.5, 3.0)] {
                 let reduction = Reduction {
@@ -215,8 +236,8 @@ fn reductions_on_a_device_have_the_bits_of_the_host() {
                     post_scale,
                     ..Reduction::sum()
                 };
-                let host = reduced(None, reduction, ranks);
-                let there = reduced(Some(&device), reduction, ranks);
+                let host = reduced(None, reduction, (ranks, len));
+                let there = reduced(Some(&device), reduction, (ranks, len));
                 assert_eq!(host, there, "{op:?} on {ranks} ranks");
             }
         }
@@ -415,5 +436,28 @@ fn pieces_of_forward_stay_on_the_device() {
         .reshard_after_forward_to(2);
     for (_, staged) in trained_on(&device, 4, &policy, Also::Nothing) {
         assert_eq!(staged, Staged::default());
+    }
+}
+
+/// Devices round differently, but all ranks scale by the same factor.
+#[test]
+fn ranks_on_different_devices_clip_by_the_same_norm() {
+    let Some(device) = device() else { return };
+    for strategy in [Strategy::NoShard, Strategy::FullShard] {
+        let device = device.clone();
+        let body = move |world: ProcessGroup| {
+            let home = match world.rank() {
+                1 => Device::flex(),
+                _ => device.clone(),
+            };
+            let home = home.autodiff();
+            let policy = ShardPolicy::new().units(["blocks.*"]).strategy(strategy);
+            let model = fully_shard(seeded(Mlp::new(&home), SEED), &world, policy)?;
+            let gradients = backward(model.loss(world.rank(), 0, &home), &model)?;
+            let clipped = clip_grad_norm(&model, gradients, Clip::to(0.05))?;
+            Ok::<_, Error>((clipped.total_norm.to_bits(), clipped.coefficient.to_bits()))
+        };
+        let norms = launch(LaunchConfig::new(3), body).unwrap();
+        assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
     }
 }

@@ -47,6 +47,10 @@ impl LocalFlight {
         if shared::are_on_device(into) {
             return self.transfer_on_device(into);
         }
+        if into.iter().all(Buffer::is_empty) && !self.compares() {
+            // Nothing is read for a rank without results.
+            return Ok(());
+        }
         let round = self.round.clone();
         let signature = &round.claim(self.rank).signature;
         match (signature.kind, &signature.reduction) {
@@ -72,6 +76,9 @@ impl LocalFlight {
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
+                        if routes.iter().all(|route| route.given.is_empty()) && !self.compares() {
+                            continue;
+                        }
                         let checks = &round.claim(from).checks;
                         let told = checks.told_to(self.rank, into.len());
                         let sources = self.published(from)?;
