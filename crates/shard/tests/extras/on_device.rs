@@ -369,8 +369,8 @@ fn trained_on(
         let (mut optim, mut losses) = (optimizer(), Vec::new());
         for step in 0..2 {
             if also == Also::MicroBatches {
-                let loss = model.loss(world.rank(), step + 7, &device);
-                drop(no_sync(&model, || backward(loss, &model))??);
+                let run = || backward(model.loss(world.rank(), step + 7, &device), &model);
+                drop(no_sync(&model, run)??);
             }
             let loss = model.loss(world.rank(), step, &device);
             losses.push(loss.clone().into_scalar::<f32>());
