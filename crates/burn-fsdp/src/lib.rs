@@ -74,9 +74,8 @@ pub use burn_fsdp_glue::error::Error;
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
     Clip, LossScaler, Precision, ShardPolicy, Strategy, backward, catch, clip_grad_norm,
-    fully_shard, no_sync, replicate,
+    fully_shard, launch, no_sync, replicate,
 };
-pub use burn_fsdp_tensors::launch;
 pub use inputs::cast_input;
 pub use recompute::recompute;
 

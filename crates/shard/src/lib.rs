@@ -102,7 +102,7 @@ pub use activations::{offload_activations, refuse_offload_in_trace};
 pub use audit::Audit;
 pub use base_bits::BaseBits;
 pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
-pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers};
+pub use burn_fsdp_tensors::{Staged, StateFormat, Transfers, launch};
 pub use copies::UnitState;
 pub use divide_factors::DivideFactors;
 pub use error::Error;

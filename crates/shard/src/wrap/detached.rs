@@ -63,36 +63,7 @@ pub(super) fn detached<M: Module>(
         None => {}
     }
     let paths: HashSet<_> = found.adapted.into_iter().collect();
-    let probed = |probe: Probe| {
-        let mut take = Take::new(&paths, probe);
-        let merged = path::map(module.clone(), &mut take).materialize();
-        let mut read = Read {
-            paths: &paths,
-            values: HashMap::new(),
-        };
-        path::visit(&merged, &mut read);
-        read.values
-    };
-    let scales = probed([0.0, 1.0, 1.0]);
-    // A reparameterization of the user's may have the same name.
-    let sums = probed([3.0, 5.0, 7.0]);
-    for path in &paths {
-        let (scale, sum) = (scales[path], sums[path]);
-        if !scale.is_finite() {
-            return Err(refused(
-                "apply_lora",
-                "called with a finite alpha and a rank of 1 or more",
-                format!("called for `{path}` with a scale (alpha over rank) of {scale}"),
-            ));
-        }
-        let expected = 3.0 + 35.0 * scale;
-        if (sum - expected).abs() > 1e-9 * expected.abs().max(1.0) {
-            return Err(Error::Reparameterized {
-                path: path.clone(),
-                name: LoraAdapter::NAME.to_owned(),
-            });
-        }
-    }
+    let scales = scales(&module, &paths)?;
     let mut take = Take::new(&paths, [0.0, 1.0, 1.0]);
     let merged = path::map(module, &mut take).materialize();
     let mut taken = take.taken;
@@ -109,6 +80,41 @@ pub(super) fn detached<M: Module>(
     let adapters = adapters.collect::<Option<Adapters>>();
     let adapters = adapters.expect("Burn's adapters have two matrices as factors");
     Ok((path::map(merged, &mut PutBack { taken }), adapters))
+}
+
+/// Returns the scale of each adapter, which Burn does not return: measured with known numbers in place of its tensors.
+fn scales<M: Module>(module: &M, paths: &HashSet<String>) -> Result<HashMap<String, f64>, Error> {
+    let probed = |probe: Probe| {
+        let mut take = Take::new(paths, probe);
+        let merged = path::map(module.clone(), &mut take).materialize();
+        let mut read = Read {
+            paths,
+            values: HashMap::new(),
+        };
+        path::visit(&merged, &mut read);
+        read.values
+    };
+    let scales = probed([0.0, 1.0, 1.0]);
+    // A reparameterization of the user's may have the same name.
+    let sums = probed([3.0, 5.0, 7.0]);
+    for path in paths {
+        let (scale, sum) = (scales[path], sums[path]);
+        if !scale.is_finite() {
+            return Err(refused(
+                "apply_lora",
+                "called with a finite alpha and a rank of 1 or more",
+                format!("called for `{path}` with a scale (alpha over rank) of {scale}"),
+            ));
+        }
+        let expected = 3.0 + 35.0 * scale;
+        if (sum - expected).abs() > 1e-9 * expected.abs().max(1.0) {
+            return Err(Error::Reparameterized {
+                path: path.clone(),
+                name: LoraAdapter::NAME.to_owned(),
+            });
+        }
+    }
+    Ok(scales)
 }
 
 /// The error for a call that does not fit.
