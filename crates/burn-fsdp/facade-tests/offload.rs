@@ -269,23 +269,19 @@ fn shards_of_a_device_do_not_go_to_files() {
     }
 }
 
-/// Without an offload each gather reads shards back, and each reduced gradient is brought to the device; with it, these two
-/// stay on the host.
+/// Without an offload, threads copy nothing through the host. With it, they copy whole parameters to the device, and
+/// each rank's part of the reduced gradients from it.
 #[test]
-fn offload_copies_fewer_bytes() {
+fn offload_copies_weights_and_parts_of_gradients() {
     let copied = |place| {
         let folder = tempfile::tempdir().expect("a folder");
         trained(folder.path(), 2, place, 2).swap_remove(0).1
     };
     let (offloaded, there) = (copied(Place::Offloaded), copied(Place::There));
+    assert_eq!(there, Staged::default());
     assert!(offloaded.to_host.bytes > 0, "gradients: {offloaded:?}");
     assert!(
-        offloaded.to_host.bytes < there.to_host.bytes,
-        "{offloaded:?}, {there:?}"
-    );
-    assert!(offloaded.to_device.bytes > 0, "parameters: {offloaded:?}");
-    assert!(
-        offloaded.to_device.bytes < there.to_device.bytes,
-        "{offloaded:?}, {there:?}"
+        offloaded.to_host.bytes < offloaded.to_device.bytes,
+        "{offloaded:?}"
     );
 }
