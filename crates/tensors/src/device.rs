@@ -1,10 +1,9 @@
 //! Floats in the memory of a device, which threads exchange without the host.
 //!
-//! Any backend serves. On CubeCL, work runs on streams, one per thread unless the program chooses otherwise. A stream
-//! waits for another one only if the memory that it reads was *allocated* since it last waited, and not if it was
-//! written since. So a stretch that another stream may have written is copied on that stream, into new memory: the
-//! reader's stream then waits for the copy. Ranks of one [`launch`](burn_fsdp_collectives::launch()) usually share a
-//! stream (see [`on_shared_stream`]), and copy nothing twice.
+//! Any backend serves. On CubeCL, work runs on streams, and a stream does not always wait for what another one has written.
+//! So ranks read each other's memory only if they are on one stream, where work is done in the order in which it is
+//! enqueued: [`launch`](crate::launch()) puts them there. Elements of another stream, or of another device, are read back
+//! on the stream that wrote them, once for all ranks.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -100,7 +99,9 @@ impl<B: Backend> Memory<B> {
         let payload = stretch.source.payload().map(Payload::as_any);
         let given = payload.and_then(<dyn Any>::downcast_ref::<OnDevice<B>>);
         // Copies from device to device, as CubeCL 0.11.3 makes them, may end before they are complete.
-        let is_here = |given: &&OnDevice<B>| given.tensor.device() == self.device;
+        let is_here = |given: &&OnDevice<B>| {
+            given.tensor.device() == self.device && given.stream == StreamId::current()
+        };
         let Some(given) = given.filter(is_here) else {
             let bytes = stretch.source.read()?[stretch.given.clone()].to_vec();
             let data = TensorData::from_bytes_vec(bytes, [elements.len()], dtype);
@@ -110,19 +111,12 @@ impl<B: Backend> Memory<B> {
             let found = given.tensor.dtype();
             return Err(format!("a tensor of {found:?}, announced as {dtype:?}"));
         }
-        let cut = || {
-            let tensor = given.tensor.clone();
-            if elements == (0..tensor.shape().num_elements()) {
-                tensor
-            } else {
-                B::float_slice(tensor, &[Slice::from(elements.clone())])
-            }
-        };
-        if given.stream == StreamId::current() {
-            return Ok(cut());
-        }
-        let copy = || self.assign(self.empty(elements.len(), dtype), 0, cut());
-        Ok(given.stream.executes(copy))
+        let tensor = given.tensor.clone();
+        Ok(if elements == (0..tensor.shape().num_elements()) {
+            tensor
+        } else {
+            B::float_slice(tensor, &[Slice::from(elements)])
+        })
     }
 
     fn empty(&self, len: usize, dtype: DType) -> FloatTensor<B> {
@@ -261,18 +255,24 @@ pub fn device_tensor<B: Backend>(buffer: Buffer) -> Result<FloatTensor<B>, Buffe
 ///
 /// With the feature `fusion`, each thread keeps its own stream. Burn looks for operations to fuse in the order of a
 /// stream, where those of several ranks would be mixed in another order each time.
-pub fn on_shared_stream<T>(body: impl FnOnce() -> T) -> T {
-    /// Threads get the numbers 0, 1 and so on. CubeCL maps them to 128 streams, so only a program with that many threads
-    /// also uses this one, for other work.
-    const SHARED: StreamId = StreamId {
-        value: (1 << 32) + 127,
-    };
+pub(crate) fn on_shared_stream<T>(body: impl FnOnce() -> T) -> T {
     if cfg!(feature = "fusion") {
         body()
     } else {
         SHARED.executes(body)
     }
 }
+
+/// Returns true if the calling thread is on the stream that the ranks of a [`launch`](crate::launch()) share.
+pub fn is_on_shared_stream() -> bool {
+    StreamId::current() == SHARED
+}
+
+/// Threads get the numbers 0, 1 and so on. CubeCL maps them to 128 streams, so only a program with that many threads also
+/// uses this one, for other work.
+const SHARED: StreamId = StreamId {
+    value: (1 << 32) + 127,
+};
 
 fn space_of<B: Backend>(device: &B::Device) -> Space {
     let id = device.id();

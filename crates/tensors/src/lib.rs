@@ -33,7 +33,7 @@ mod staging;
 mod take;
 
 pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
-pub use device::{device_buffer, device_source, device_tensor, on_shared_stream};
+pub use device::{device_buffer, device_source, device_tensor, is_on_shared_stream};
 pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
 pub use launch::launch;

@@ -4,7 +4,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_fsdp_collectives::{Account, Buffer, BufferPool, ProcessGroup, Source};
 
-use crate::device::{device_buffer, device_source, device_tensor};
+use crate::device::{device_buffer, device_source, device_tensor, is_on_shared_stream};
 use crate::host::is_host;
 use crate::staging::Staging;
 
@@ -19,9 +19,9 @@ pub enum Medium {
 
 impl Medium {
     /// Returns the medium for tensors on these devices: their common device, if the ranks of `group` can exchange bytes
-    /// there.
+    /// there, and this one was started by [`launch`](crate::launch()).
     pub fn of(group: &ProcessGroup, devices: impl IntoIterator<Item = Device>) -> Self {
-        if !group.shares_devices() {
+        if !group.shares_devices() || !is_on_shared_stream() {
             return Self::Host;
         }
         let mut devices = devices.into_iter().map(Device::without_autodiff);

@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
-use burn_fsdp_collectives::{LaunchConfig, OperationCounts, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_collectives::{LaunchConfig, OperationCounts, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{Error, ShardPolicy, backward, backward_and_step, fully_shard};
+use burn_fsdp_shard::{Error, ShardPolicy, backward, backward_and_step, fully_shard, launch};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 

@@ -11,15 +11,14 @@ use burn_fsdp_collectives::engine::{
 };
 use burn_fsdp_collectives::{
     Buffer, Check, ElementType, FullPart, LaunchConfig, Operation, ProcessGroup, ProcessMesh,
-    ReduceOp, Reduction, Source, launch,
+    ReduceOp, Reduction, Source,
 };
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Clip, Cut, Error, ShardPolicy, Strategy, backward, clip_grad_norm, fully_shard, memory, no_sync,
+    Clip, Cut, Error, ShardPolicy, Strategy, backward, clip_grad_norm, fully_shard, launch, memory,
+    no_sync,
 };
-use burn_fsdp_tensors::{
-    Medium, Staged, Staging, arrived, device_buffer, device_source, on_shared_stream,
-};
+use burn_fsdp_tensors::{Medium, Staged, Staging, arrived, device_buffer, device_source};
 
 use super::bench::{SEED, named_device, optimizer, plain_device, seeded};
 use super::nets::Mlp;
@@ -295,40 +294,30 @@ fn ranks_that_compare_bytes_use_the_host() {
     assert!(refused.contains("because ranks compare bytes"), "{refused}");
 }
 
-/// Each rank reads what another has just written, over and over, on streams of their own and on a shared one.
+/// Each rank reads what another has just written, over and over.
 #[test]
-fn ranks_read_complete_values_on_any_stream() {
+fn ranks_read_complete_values() {
     let Some(device) = device() else { return };
-    for is_shared in [false, true] {
-        let device = device.clone();
-        let body = move |world: ProcessGroup| {
-            let run = || {
-                let medium = Medium::of(&world, [device.clone()]);
-                let (rank, len) = (world.rank(), 4096);
-                let mut held = Tensor::<1>::full([len], rank as f32, &device);
-                for round in 0..40 {
-                    // Updates in place, where the backend can.
-                    held = held.add_scalar(1.0).mul_scalar(2.0).div_scalar(2.0);
-                    let source = medium.source(&Staging::default(), held.clone(), None);
-                    let part = FullPart::new(source, ElementType::F32);
-                    let into = vec![medium.buffer(world.pool(), 4 * len)];
-                    let sum = Reduction::sum();
-                    let mut sums = world.all_reduce("round", vec![], sum, vec![part], into)?;
-                    let sum = arrived(sums.buffers.remove(0), DType::F32).expect("on the device");
-                    let sum: Vec<f32> = sum.into_data().iter().collect();
-                    let want = 3.0 + 3.0 * (round + 1) as f32;
-                    assert!(sum.iter().all(|sum| *sum == want), "round {round}");
-                }
-                Ok::<_, burn_fsdp_collectives::Error>(())
-            };
-            if is_shared {
-                on_shared_stream(run)
-            } else {
-                run()
-            }
-        };
-        launch(LaunchConfig::new(3), body).unwrap();
-    }
+    let body = move |world: ProcessGroup| {
+        let medium = Medium::of(&world, [device.clone()]);
+        let (rank, len) = (world.rank(), 4096);
+        let mut held = Tensor::<1>::full([len], rank as f32, &device);
+        for round in 0..40 {
+            // Updates in place, where the backend can.
+            held = held.add_scalar(1.0).mul_scalar(2.0).div_scalar(2.0);
+            let source = medium.source(&Staging::default(), held.clone(), None);
+            let part = FullPart::new(source, ElementType::F32);
+            let into = vec![medium.buffer(world.pool(), 4 * len)];
+            let sum = Reduction::sum();
+            let mut sums = world.all_reduce("round", vec![], sum, vec![part], into)?;
+            let sum = arrived(sums.buffers.remove(0), DType::F32).expect("on the device");
+            let sum: Vec<f32> = sum.into_data().iter().collect();
+            let want = 3.0 + 3.0 * (round + 1) as f32;
+            assert!(sum.iter().all(|sum| *sum == want), "round {round}");
+        }
+        Ok::<_, burn_fsdp_collectives::Error>(())
+    };
+    launch(LaunchConfig::new(3), body).unwrap();
 }
 
 /// What a run has besides units and a strategy.

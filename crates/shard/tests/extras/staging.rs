@@ -3,11 +3,9 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{
-    Check, LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch,
-};
+use burn_fsdp_collectives::{Check, LaunchConfig, OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{Error, ShardPolicy, Transfers, backward, fully_shard, memory};
+use burn_fsdp_shard::{Error, ShardPolicy, Transfers, backward, fully_shard, launch, memory};
 
 use super::bench::{device, ready};
 use super::nets::input;

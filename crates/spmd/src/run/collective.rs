@@ -12,7 +12,7 @@ use burn_fsdp_collectives::{
 };
 use burn_fsdp_tensors::{
     self as tensors, Staging, device_buffer, device_source, device_tensor, is_host_backend,
-    reduced_type,
+    is_on_shared_stream, reduced_type,
 };
 use burn_ir::{BackendIr, HandleKind, TensorId};
 
@@ -70,6 +70,7 @@ impl<B: BackendIr> Along<'_, B> {
         let is_float = |dtype: DType| dtype.is_float() && dtype != DType::Flex32;
         let mut given = tensors.iter().flatten();
         self.group.shares_devices()
+            && is_on_shared_stream()
             && !is_host_backend::<B>()
             && given.all(|(tensor, _)| matches!(tensor, HandleKind::Float(_)))
             && collective
