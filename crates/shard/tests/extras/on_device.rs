@@ -163,10 +163,22 @@ impl Flight for Uploaded {
 #[test]
 fn threads_meet_the_contract_of_engines_in_device_memory() {
     let Some(device) = device() else { return };
-    burn_fsdp_engine_tests::check(move |inner, _| {
-        let device = device.clone();
-        Box::new(Uploading { inner, device })
-    });
+    for (name, case) in burn_fsdp_engine_tests::CASES {
+        for (ranks, check) in (1..=4).flat_map(|n| [(n, Check::Calls), (n, Check::Agreement)]) {
+            let device = device.clone();
+            let body = move |world: ProcessGroup| {
+                case(&world.on_engine("uploading", |inner, _| {
+                    let device = device.clone();
+                    Box::new(Uploading { inner, device })
+                })?)
+            };
+            let result = launch(LaunchConfig::new(ranks).check(check), body);
+            assert!(
+                result.is_ok(),
+                "{name}, {ranks} ranks, {check:?}: {result:?}"
+            );
+        }
+    }
 }
 
 /// Returns values whose sum depends on the order of additions. Some are zeros of both signs, infinite, or not a number.
