@@ -1,16 +1,8 @@
 //! Tensors with the properties of others: element type, device, training state.
 
-use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
+pub(crate) use burn_fsdp_tensors::cast;
 use burn_fsdp_tensors::is_host;
-
-/// Returns `tensor` in `dtype`; the same tensor if it already has that type.
-pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
-    if tensor.dtype() == dtype {
-        tensor
-    } else {
-        tensor.cast(dtype)
-    }
-}
 
 /// Returns a copy of the elements of `tensor`, a part of a larger one, in memory of its own on the same device.
 pub(crate) fn copied(tensor: Tensor<1>) -> Tensor<1> {

@@ -16,7 +16,9 @@ use burn_backend::{
     Backend, DeviceOps, Scalar, StreamId, TensorMetadata, get_device_settings, try_read_sync,
 };
 use burn_fsdp_collectives::engine::{DeviceMemory, Payload, Space, Stretch};
-use burn_fsdp_collectives::{Account, Buffer, ElementType, ReduceOp, Reduction, Source};
+use burn_fsdp_collectives::{
+    Account, Buffer, ElementType, ProcessGroup, ReduceOp, Reduction, Source,
+};
 
 use crate::element::float_of;
 
@@ -26,7 +28,7 @@ struct OnDevice<B: Backend> {
     num_bytes: usize,
     /// The stream on which the elements were written.
     stream: StreamId,
-    /// The bytes on the host, read back at most once for all ranks on other devices.
+    /// The bytes on the host, read back at most once for all ranks on other devices or streams.
     host: OnceLock<Result<Vec<u8>, String>>,
     /// Counts the bytes as unsharded as long as a rank may still read them.
     _account: Option<Account>,
@@ -231,8 +233,11 @@ pub fn device_source<B: Backend>(
 }
 
 /// Returns a buffer for `len` bytes of floats in the memory of `device`. Nothing is allocated until a collective returns
-/// it.
+/// it. An empty buffer is on the host.
 pub fn device_buffer<B: Backend>(device: &B::Device, len: usize) -> Buffer {
+    if len == 0 {
+        return Buffer::in_space(Space::Host, 0);
+    }
     let device = device.clone();
     Buffer::in_memory(Arc::new(Memory::<B> { device }), len)
 }
@@ -263,9 +268,10 @@ pub(crate) fn on_shared_stream<T>(body: impl FnOnce() -> T) -> T {
     }
 }
 
-/// Returns true if the calling thread is on the stream that the ranks of a [`launch`](crate::launch()) share.
-pub fn is_on_shared_stream() -> bool {
-    StreamId::current() == SHARED
+/// Returns true if the ranks of `group` can exchange tensors in the memory of devices, and the calling thread is on the
+/// stream that the ranks of a [`launch`](crate::launch()) share.
+pub fn exchanges_on_devices(group: &ProcessGroup) -> bool {
+    group.shares_devices() && StreamId::current() == SHARED
 }
 
 /// Threads get the numbers 0, 1 and so on. CubeCL maps them to 128 streams, so only a program with that many threads also

@@ -1,6 +1,6 @@
 //! Element types of Burn, of collectives and of files.
 
-use burn::tensor::{BoolStore, DType, FloatDType};
+use burn::tensor::{BoolStore, DType, FloatDType, Tensor};
 use burn_fsdp_collectives::ElementType;
 use safetensors::Dtype;
 
@@ -58,6 +58,15 @@ pub(crate) fn float_of(element: ElementType) -> Option<FloatDType> {
         ElementType::BF16 => FloatDType::BF16,
         _ => return None,
     })
+}
+
+/// Returns `tensor` in `dtype`; the same tensor if it already has that type.
+pub fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    if tensor.dtype() == dtype {
+        tensor
+    } else {
+        tensor.cast(dtype)
+    }
 }
 
 /// Returns true for `f16` and `bf16`.

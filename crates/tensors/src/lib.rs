@@ -33,8 +33,8 @@ mod staging;
 mod take;
 
 pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
-pub use device::{device_buffer, device_source, device_tensor, is_on_shared_stream};
-pub use element::{can_reduce, float_type, is_half, moved_type, reduced_type, saved_type};
+pub use device::{device_buffer, device_source, device_tensor, exchanges_on_devices};
+pub use element::{can_reduce, cast, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{is_host, is_host_backend, on_host};
 pub use launch::launch;
 pub use lend::{data_source, first_bytes, read, source};

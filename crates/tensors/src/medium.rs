@@ -1,10 +1,11 @@
 //! The memory in which the tensors of one collective are exchanged.
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use burn_fsdp_collectives::{Account, Buffer, BufferPool, ProcessGroup, Source};
 
-use crate::device::{device_buffer, device_source, device_tensor, is_on_shared_stream};
+use crate::device::{device_buffer, device_source, device_tensor, exchanges_on_devices};
+use crate::element::cast;
 use crate::host::is_host;
 use crate::staging::Staging;
 
@@ -21,7 +22,7 @@ impl Medium {
     /// Returns the medium for tensors on these devices: their common device, if the ranks of `group` can exchange bytes
     /// there, and this one was started by [`launch`](crate::launch()).
     pub fn of(group: &ProcessGroup, devices: impl IntoIterator<Item = Device>) -> Self {
-        if !group.shares_devices() || !is_on_shared_stream() {
+        if !exchanges_on_devices(group) {
             return Self::Host;
         }
         let mut devices = devices.into_iter().map(Device::without_autodiff);
@@ -47,11 +48,7 @@ impl Medium {
             staging.moved(tensor, device)
         };
         let dtype = exchanged(tensor.dtype());
-        let tensor = if tensor.dtype() == dtype {
-            tensor
-        } else {
-            tensor.cast(FloatDType::from(dtype))
-        };
+        let tensor = cast(tensor, dtype);
         let [len] = tensor.dims();
         device_source::<Dispatch>(tensor.into_dispatch(), len, account)
     }
@@ -68,11 +65,11 @@ impl Medium {
         }
     }
 
-    /// Returns a buffer for `len` bytes of results, from `pool` on the host. An empty buffer is always from there.
+    /// Returns a buffer for `len` bytes of results, from `pool` on the host.
     pub fn buffer(&self, pool: &BufferPool, len: usize) -> Buffer {
         match self {
-            Self::Device(device) if len > 0 => device_buffer::<Dispatch>(device.as_dispatch(), len),
-            _ => pool.take(len),
+            Self::Host => pool.take(len),
+            Self::Device(device) => device_buffer::<Dispatch>(device.as_dispatch(), len),
         }
     }
 }
@@ -92,9 +89,5 @@ fn exchanged(dtype: DType) -> DType {
 /// The buffer itself, if it is in host memory.
 pub fn arrived(buffer: Buffer, dtype: DType) -> Result<Tensor<1>, Buffer> {
     let tensor: Tensor<1> = device_tensor::<Dispatch>(buffer).map(Tensor::from_dispatch)?;
-    Ok(if tensor.dtype() == dtype {
-        tensor
-    } else {
-        tensor.cast(FloatDType::from(dtype))
-    })
+    Ok(cast(tensor, dtype))
 }

@@ -29,9 +29,9 @@ use burn_fsdp_glue::error::Error;
 ///
 /// # Data
 ///
-/// Each rank takes a contiguous part of the loaders' items, so a step covers one batch per rank. The first ranks take one
-/// item more if the items do not divide evenly; in Burn's distributed training, the last rank takes the rest. If the items do not divide evenly, the ranks that run out process a batch again, and its rows do not
-/// count. Gradients are weighted by the number of items that the loaders have read for them. A step's gradient is then
+/// Each rank takes a contiguous part of the loaders' items, so a step covers one batch per rank. If the items do not
+/// divide evenly, the first ranks take one item more; in Burn's distributed training, the last rank takes the rest. The
+/// ranks that run out process a batch again, and its rows do not count. Gradients are weighted by the number of items that the loaders have read for them. A step's gradient is then
 /// the mean over the step's items, if the loss is the mean over its batch. (A custom batch strategy that holds items
 /// back is counted by the items it reads, not by those it returns.) Validation is also divided, and every item is
 /// counted once. A metric that counts batches instead of rows, such as Burn's `LossMetric`, counts the batches of every

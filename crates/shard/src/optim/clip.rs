@@ -141,8 +141,8 @@ fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> E
     let rank = inspect::root_of(module).map_or(0, |root| root.group.rank());
     let entries = gradients::entries(module, gradients);
     let largest = contributions(Measure::Largest, &entries);
-    let first = entries.iter().zip(largest);
-    let first = first.into_iter().find(|(_, largest)| !largest.is_finite());
+    let mut pairs = entries.iter().zip(largest);
+    let first = pairs.find(|(_, largest)| !largest.is_finite());
     Error::NonFiniteNorm {
         norm,
         rank,

@@ -97,10 +97,8 @@ impl Engine for Uploading {
         };
         let sources = request.sources.iter().zip(&dtypes);
         let sources = sources.map(|(source, dtype)| uploaded(source, device, *dtype));
-        let into = request.into.iter().map(|buffer| match buffer.len() {
-            0 => Buffer::in_space(buffer.space(), 0),
-            len => device_buffer::<Dispatch>(device.as_dispatch(), len),
-        });
+        let into = request.into.iter();
+        let into = into.map(|buffer| device_buffer::<Dispatch>(device.as_dispatch(), buffer.len()));
         let inner = self.inner.start(Request {
             operation: request.operation,
             sources: sources.collect(),

@@ -11,8 +11,8 @@ use burn_fsdp_collectives::{
     Seal, Sealed, Share, Source,
 };
 use burn_fsdp_tensors::{
-    self as tensors, Staging, device_buffer, device_source, device_tensor, is_host_backend,
-    is_on_shared_stream, reduced_type,
+    self as tensors, Staging, device_buffer, device_source, device_tensor, exchanges_on_devices,
+    is_host_backend, reduced_type,
 };
 use burn_ir::{BackendIr, HandleKind, TensorId};
 
@@ -69,8 +69,7 @@ impl<B: BackendIr> Along<'_, B> {
     fn is_direct(&self, collective: &Collective, tensors: &[Option<Sealable<B>>]) -> bool {
         let is_float = |dtype: DType| dtype.is_float() && dtype != DType::Flex32;
         let mut given = tensors.iter().flatten();
-        self.group.shares_devices()
-            && is_on_shared_stream()
+        exchanges_on_devices(self.group)
             && !is_host_backend::<B>()
             && given.all(|(tensor, _)| matches!(tensor, HandleKind::Float(_)))
             && collective
@@ -81,7 +80,7 @@ impl<B: BackendIr> Along<'_, B> {
 
     /// Returns a buffer for `len` bytes of a result.
     fn buffer(&self, is_direct: bool, len: usize) -> Buffer {
-        if is_direct && len > 0 {
+        if is_direct {
             device_buffer::<B>(&self.device, len)
         } else {
             self.group.pool().take(len)
