@@ -56,6 +56,17 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 
+    /// Returns true if the rotations of positions are the same for all lengths of a sequence, up to the maximum.
+    fn has_fixed_rotations(&self) -> bool {
+        true
+    }
+
+    /// Returns the names of the matrices of which each rank holds some columns, if products are divided among ranks. Of
+    /// the other matrices, each rank holds some rows, so a product is a sum over ranks.
+    ///
+    /// A matrix that fuses several is not among them, because the columns of one rank would not belong to its heads.
+    fn cut_by_columns(&self) -> Vec<&'static str>;
+
     /// Returns the table's name for the tensor `name` of a file. Returns `None` for a tensor that files may contain in
     /// addition to the parameters and that the model does not need.
     fn name_of(&self, name: String) -> Option<String> {
@@ -118,6 +129,10 @@ impl Architecture for GptConfig {
 
     const BLOCKS: &'static str = "blocks.*";
 
+    fn cut_by_columns(&self) -> Vec<&'static str> {
+        vec!["wte", "wpe", "head", "fc"]
+    }
+
     fn for_sequences_of(self, seq: usize) -> Self {
         Self { seq, ..self }
     }
@@ -151,6 +166,10 @@ impl Architecture for Gpt2Config {
     type Model = Gpt2;
 
     const BLOCKS: &'static str = "h.*";
+
+    fn cut_by_columns(&self) -> Vec<&'static str> {
+        vec!["wte", "wpe", "c_fc"]
+    }
 
     fn for_sequences_of(self, seq: usize) -> Self {
         Self { seq, ..self }
@@ -202,6 +221,23 @@ impl Architecture for LlamaConfig {
     type Model = Llama;
 
     const BLOCKS: &'static str = "layers.*";
+
+    fn has_fixed_rotations(&self) -> bool {
+        let scaling = self.variant.rope_scaling;
+        scaling.epoch([1, self.seq]) == scaling.epoch([self.seq, self.seq])
+    }
+
+    fn cut_by_columns(&self) -> Vec<&'static str> {
+        let family = self.variant.family;
+        let mut names = vec!["tok_embeddings", "output"];
+        if family.fused().is_none() {
+            names.extend(["wq", "wk", "wv"]);
+        }
+        if !family.has_fused_gate() {
+            names.extend(["w1", "w3"]);
+        }
+        names
+    }
 
     fn for_sequences_of(self, seq: usize) -> Self {
         Self { seq, ..self }

@@ -106,9 +106,29 @@ pub struct Continuation<'a> {
 }
 
 /// The keys and values of one block, for all sequences of a forward.
-#[derive(Debug, Clone, Default)]
-pub struct KeyValues {
-    groups: Vec<Group>,
+#[derive(Debug, Clone)]
+pub struct KeyValues(Form);
+
+/// Where the keys and values of one block are.
+#[derive(Debug, Clone)]
+enum Form {
+    /// In caches that grow.
+    Growing(Vec<Group>),
+    /// In tensors of fixed shapes.
+    Fixed(Box<FixedRows>),
+}
+
+/// Earlier keys and values of one block in tensors of fixed shapes, and the new ones.
+#[derive(Debug, Clone)]
+pub(crate) struct FixedRows {
+    /// Earlier keys and values, each `[batch, kv_heads, room, head_dim]`.
+    pub(crate) kept: [Tensor<4>; 2],
+    /// The keys that a query does not see, `[batch, 1, time, room + time]`.
+    pub(crate) hidden: Tensor<4, Bool>,
+    /// The same in a layer with a window.
+    pub(crate) hidden_in_window: Option<Tensor<4, Bool>>,
+    /// The keys and values of the new tokens, each `[batch, kv_heads, time, head_dim]`, once they are computed.
+    pub(crate) new: Option<[Tensor<4>; 2]>,
 }
 
 /// The sequences of one cache in one block.
@@ -121,6 +141,19 @@ struct Group {
 }
 
 impl KeyValues {
+    /// Returns the keys and values of a block in tensors of fixed shapes.
+    pub(crate) fn fixed(rows: FixedRows) -> Self {
+        Self(Form::Fixed(Box::new(rows)))
+    }
+
+    /// Returns the keys and values of the new tokens, if the rows are in tensors of fixed shapes and the block has run.
+    pub(crate) fn into_new(self) -> Option<[Tensor<4>; 2]> {
+        match self.0 {
+            Form::Fixed(rows) => rows.new,
+            Form::Growing(_) => None,
+        }
+    }
+
     /// Takes the keys and values of block `index` out of the caches.
     pub(crate) fn take(index: usize, continuations: &mut [Continuation<'_>]) -> Self {
         let group = |Continuation { tokens, cache }: &mut Continuation<'_>| {
@@ -131,14 +164,15 @@ impl KeyValues {
             let kept = take(&mut cache.blocks[index]);
             Group { kept, batch, time }
         };
-        Self {
-            groups: continuations.iter_mut().map(group).collect(),
-        }
+        Self(Form::Growing(continuations.iter_mut().map(group).collect()))
     }
 
     /// Puts the keys and values of block `index` back.
     pub(crate) fn put(self, index: usize, continuations: &mut [Continuation<'_>]) {
-        for (group, continuation) in self.groups.into_iter().zip(continuations) {
+        let Form::Growing(groups) = self.0 else {
+            return;
+        };
+        for (group, continuation) in groups.into_iter().zip(continuations) {
             continuation.cache.blocks[index] = group.kept;
         }
     }
@@ -218,17 +252,59 @@ impl KeyValues {
     /// Adds new keys and values, and returns the attention of the new queries to them and to earlier ones,
     /// `[batch * time, dim]`. A query sees the keys of its own sequence up to its own position.
     pub(crate) fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
-        if self.groups.is_empty() {
-            return attend_to(&mut Kept::default(), new, scores, None);
-        }
+        let groups = match &mut self.0 {
+            Form::Growing(groups) => groups,
+            Form::Fixed(rows) => return rows.attend(new, scores),
+        };
         let mut start = 0;
-        let attended = self.groups.iter_mut().map(|group| {
+        let attended = groups.iter_mut().map(|group| {
             let own = new.rows(start, group.batch, group.time);
             start += group.batch * group.time;
             attend_to(&mut group.kept, own, scores, None)
         });
         Tensor::cat(attended.collect(), 0)
     }
+}
+
+impl FixedRows {
+    /// Returns the attention of new queries to the keys that they see, `[batch * time, dim]`, and keeps the new keys and
+    /// values. Earlier and new keys are multiplied separately, so the earlier ones are not copied.
+    fn attend(&mut self, new: Heads, scores: Scores) -> Tensor<2> {
+        let [batch, time, heads, head_dim] = new.queries.dims();
+        let [keys, values] = [new.keys.swap_dims(1, 2), new.values.swap_dims(1, 2)];
+        let [kept_keys, kept_values] = self.kept.clone();
+        let [_, kv_heads, room, _] = kept_keys.dims();
+        let group = heads / kv_heads;
+        let queries = new.queries.swap_dims(1, 2);
+        let queries = queries.reshape([batch, kv_heads, group * time, head_dim]);
+        let products = Tensor::cat(
+            vec![
+                queries.clone().matmul(kept_keys.transpose()),
+                queries.matmul(keys.clone().transpose()),
+            ],
+            3,
+        );
+        let products = capped(products.mul_scalar(scores.scale), scores.softcap);
+        let hidden = match (&self.hidden_in_window, scores.window) {
+            (Some(hidden), Some(_)) => hidden.clone(),
+            _ => self.hidden.clone(),
+        };
+        let hidden = hidden.repeat_dim(2, group);
+        let hidden = hidden.expand([batch, kv_heads, group * time, room + time]);
+        let products = products.mask_fill(hidden, f32::NEG_INFINITY);
+        let weights = softmax(products, 3);
+        let seen = weights.clone().narrow(3, 0, room).matmul(kept_values)
+            + weights.narrow(3, room, time).matmul(values.clone());
+        self.new = Some([keys, values]);
+        seen.reshape([batch, heads, time, head_dim])
+            .swap_dims(1, 2)
+            .reshape([batch * time, heads * head_dim])
+    }
+}
+
+/// Returns the attention of queries to the keys of whole sequences up to their own positions, `[batch * time, dim]`.
+pub(crate) fn attend_before(new: Heads, scores: Scores) -> Tensor<2> {
+    attend_to(&mut Kept::default(), new, scores, None)
 }
 
 /// Returns the attention of queries to the keys of whole sequences, `[batch * time, dim]`. `others` is a mask of keys that

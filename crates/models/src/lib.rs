@@ -47,6 +47,8 @@
 
 mod architecture;
 mod config;
+mod decode_rows;
+mod decoding;
 mod encoder_lm;
 mod encoding;
 mod end_of_text;
@@ -93,6 +95,8 @@ mod weights;
 
 pub use architecture::{Architecture, ModelConfig};
 pub use config::GptConfig;
+pub use decode_rows::{DecodeRows, RowsForm};
+pub use decoding::{DecodeInputs, Decoded, decode};
 pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
 pub use family::Family;

@@ -9,7 +9,7 @@ use burn_fsdp_kernels::{causal_attention, gelu};
 use crate::LlamaConfig;
 use crate::family::FusedOrder;
 use crate::initial::InitialValues;
-use crate::key_values::{Heads, KeyValues, Scores, attend_within};
+use crate::key_values::{Heads, KeyValues, Scores, attend_before, attend_within};
 use crate::llama_config::INIT_STD;
 use crate::llama_variant::Activation;
 use crate::norm::Norm;
@@ -267,7 +267,7 @@ impl LlamaBlock {
                 attend_within(new, scores, documents.hidden(window))
             }
             Some(documents) => documents.attend(self.packed(new, scores), heads, window),
-            None if is_cut || scores.softcap.is_some() => KeyValues::default().attend(new, scores),
+            None if is_cut || scores.softcap.is_some() => attend_before(new, scores),
             None => causal_attention(self.packed(new, scores), shared.batch, heads),
         }
     }

@@ -6,7 +6,7 @@ use burn_fsdp_models::{
     LanguageModel, LlamaConfig, LlamaVariant, RopeScaling, SlidingWindow,
 };
 
-const GPT: GptConfig = GptConfig {
+pub(crate) const GPT: GptConfig = GptConfig {
     layers: 2,
     dim: 16,
     heads: 2,
@@ -14,7 +14,7 @@ const GPT: GptConfig = GptConfig {
     seq: 24,
 };
 
-const GPT2: Gpt2Config = Gpt2Config {
+pub(crate) const GPT2: Gpt2Config = Gpt2Config {
     layers: 3,
     dim: 12,
     heads: 3,
@@ -24,7 +24,7 @@ const GPT2: Gpt2Config = Gpt2Config {
 };
 
 /// Three query heads for each key head, a tied head, and scaled positions.
-const LLAMA: LlamaConfig = LlamaConfig {
+pub(crate) const LLAMA: LlamaConfig = LlamaConfig {
     layers: 3,
     dim: 24,
     heads: 6,
@@ -43,7 +43,7 @@ const LLAMA: LlamaConfig = LlamaConfig {
 
 const BATCH: usize = 2;
 
-fn tensor(tokens: &[Vec<i64>]) -> Tensor<2, Int> {
+pub(crate) fn tensor(tokens: &[Vec<i64>]) -> Tensor<2, Int> {
     let shape = [tokens.len(), tokens[0].len()];
     Tensor::from_data(TensorData::new(tokens.concat(), shape), &Device::flex())
 }
@@ -59,7 +59,7 @@ fn all_at_once<M: LanguageModel>(model: &M, tokens: &[Vec<i64>]) -> Vec<f32> {
     values(logits.narrow(1, time - 1, 1).reshape([BATCH, vocab]))
 }
 
-fn values(logits: Tensor<2>) -> Vec<f32> {
+pub(crate) fn values(logits: Tensor<2>) -> Vec<f32> {
     logits.into_data().try_to_vec().expect("floats")
 }
 
@@ -70,7 +70,7 @@ fn likeliest(logits: &[f32]) -> Vec<i64> {
 }
 
 /// Returns a model with larger weights, because initial weights are too small to distinguish tokens.
-fn model<A: Architecture>(sizes: A) -> A::Model {
+pub(crate) fn model<A: Architecture>(sizes: A) -> A::Model {
     struct Larger;
     impl burn::module::ModuleMapper for Larger {
         fn map_float<const D: usize>(

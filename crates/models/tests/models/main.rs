@@ -1,6 +1,7 @@
 //! Black-box tests of the models crate.
 
 mod cards;
+mod decode_rows;
 mod documents;
 mod families;
 mod foreign;
