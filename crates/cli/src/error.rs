@@ -322,6 +322,9 @@ pub(crate) enum InputError {
         reason: &'static str,
     },
 
+    #[error("--weights placed cannot be used: {reason}; use --weights whole or --weights sharded")]
+    NotPlaced { reason: &'static str },
+
     #[error(
         "--seq {seq} is longer than the {longest} positions of this model; choose a shorter one"
     )]
@@ -459,6 +462,11 @@ pub(crate) enum RankError {
         "the model's outputs are not finite, so no token can be chosen; use another step or model"
     )]
     NoNumbers,
+    #[error(
+        "rank {rank} chose another token than rank 0: their processors round products differently, so they cannot \
+         continue the same texts; use --weights sharded"
+    )]
+    OtherTokens { rank: usize },
 }
 
 impl RankError {

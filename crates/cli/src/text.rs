@@ -2,9 +2,13 @@
 //!
 //! - `queue`: which rank continues which prompt, and when.
 //! - `active`: the prompts that one rank continues at the moment.
+//! - `decoder`: what computes their logits: the model with caches, or `placed`, a compiled graph whose weights are
+//!   divided among ranks.
 //! - `sample`: how prompts are continued, and their answers.
 
 mod active;
+mod decoder;
+mod placed;
 mod queue;
 mod sample;
 
@@ -16,6 +20,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::RankError;
 use active::Active;
+pub(crate) use decoder::Cached;
+use decoder::Decoder;
+pub(crate) use placed::{PlacedDecoder, bytes_moved_by_placements};
 use queue::Queue;
 pub(crate) use sample::{Answer, Finish, Prompt, Sample};
 
@@ -50,7 +57,8 @@ impl Sample<'_> {
         is_stopped: impl Fn() -> bool,
     ) -> Result<Vec<u8>, RankError> {
         let prompt_len = prompt.tokens.len();
-        let generated = self.continue_all(model, &[prompt], 1, world, is_stopped)?;
+        let mut decoder = Cached::new(model, self);
+        let generated = self.continue_all(&mut decoder, &[prompt], 1, world, is_stopped)?;
         let text = generated.answers.first();
         let text = text
             .map(|answer| self.text(answer, prompt_len))
@@ -59,13 +67,12 @@ impl Sample<'_> {
     }
 
     /// Appends generated tokens to all prompts until each text ends, or the run is asked to stop. At most `batch`
-    /// prompts run at once, divided among the ranks. Each rank runs its prompts in one batch, so it gathers each unit
-    /// once a step. The model must be without autodiff. Collective.
+    /// prompts run at once, divided among the ranks, unless the decoder is [joint](Decoder::is_joint). Collective.
     ///
     /// The text of a prompt does not depend on the others, except for the rounding of products.
-    pub(crate) fn continue_all<M: LanguageModel>(
+    pub(crate) fn continue_all(
         &self,
-        model: &M,
+        decoder: &mut impl Decoder,
         prompts: &[Prompt],
         batch: usize,
         world: &ProcessGroup,
@@ -75,30 +82,44 @@ impl Sample<'_> {
             return Ok(unchanged(prompts));
         }
         let start = Instant::now();
-        let mut queue = Queue::new(prompts.len(), world.size(), batch);
+        let is_joint = decoder.is_joint();
+        let (parts, own) = match is_joint {
+            true => (1, 0),
+            false => (world.size(), world.rank()),
+        };
+        let mut queue = Queue::new(prompts.len(), parts, batch);
         let mut active = Active::new(self, prompts);
         let mut report = Report::default();
-        active.add(queue.next(world.rank()));
+        active.add(queue.next(own));
         while !queue.is_done() {
-            let step = active.step(model)?;
-            report.answers.extend(step.answers);
+            let step = active.step(decoder)?;
+            // Without parts, every rank has all answers.
+            let is_reported = !is_joint || world.rank() == 0;
+            let answers = step.answers.into_iter().filter(|_| is_reported);
+            report.answers.extend(answers);
             report.cache_bytes = report.cache_bytes.max(step.cache_bytes);
             let note = queue::Note {
                 is_stopped: is_stopped(),
                 has_failed: step.has_failed,
                 num_active: active.num_prompts(),
+                chosen: step.chosen,
             };
             let notes = world.exchange("sample", note.to_bytes())?;
             let notes: Vec<_> = notes.iter().map(|note| queue::Note::of(note)).collect();
             if notes.iter().any(|note| note.has_failed) {
                 return Err(RankError::NoNumbers);
             }
+            let other = notes.iter().position(|note| note.chosen != notes[0].chosen);
+            if let Some(rank) = other.filter(|_| is_joint) {
+                return Err(RankError::OtherTokens { rank });
+            }
             if notes.iter().any(|note| note.is_stopped) {
-                report.answers.extend(active.interrupted());
+                let answers = active.interrupted().into_iter();
+                report.answers.extend(answers.filter(|_| is_reported));
                 break;
             }
             queue.update(&notes);
-            active.add(queue.next(world.rank()));
+            active.add(queue.next(own));
         }
         let seconds = start.elapsed().as_secs_f64();
         Ok(collected(report, world)?.during(seconds))

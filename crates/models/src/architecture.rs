@@ -56,11 +56,6 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     #[must_use]
     fn narrowed(self, ranks: usize, least: usize) -> Self;
 
-    /// Returns true if the rotations of positions are the same for all lengths of a sequence, up to the maximum.
-    fn has_fixed_rotations(&self) -> bool {
-        true
-    }
-
     /// Returns the names of the matrices of which each rank holds some columns, if products are divided among ranks. Of
     /// the other matrices, each rank holds some rows, so a product is a sum over ranks.
     ///
@@ -222,11 +217,6 @@ impl Architecture for LlamaConfig {
 
     const BLOCKS: &'static str = "layers.*";
 
-    fn has_fixed_rotations(&self) -> bool {
-        let scaling = self.variant.rope_scaling;
-        scaling.epoch([1, self.seq]) == scaling.epoch([self.seq, self.seq])
-    }
-
     fn cut_by_columns(&self) -> Vec<&'static str> {
         let family = self.variant.family;
         let mut names = vec!["tok_embeddings", "output"];
@@ -353,6 +343,37 @@ impl ModelConfig {
     #[must_use]
     pub fn heads(&self) -> usize {
         of_any!(self, sizes => sizes.heads)
+    }
+
+    /// Returns the number of heads of a block that have keys and values.
+    #[must_use]
+    pub fn kv_heads(&self) -> usize {
+        match self {
+            Self::Llama(sizes) => sizes.kv_heads,
+            Self::Gpt(_) | Self::Gpt2(_) => self.heads(),
+        }
+    }
+
+    /// Returns the width of a head.
+    #[must_use]
+    pub fn head_dim(&self) -> usize {
+        match self {
+            Self::Llama(sizes) => sizes.head_dim(),
+            Self::Gpt(_) | Self::Gpt2(_) => self.dim() / self.heads(),
+        }
+    }
+
+    /// Returns the number of tokens that a query sees in layers with a sliding window, including its own. Returns `None`
+    /// if there are no such layers.
+    #[must_use]
+    pub fn window(&self) -> Option<usize> {
+        match self {
+            Self::Llama(sizes) => {
+                let window = sizes.variant.scores.window;
+                (0..sizes.layers).find_map(|layer| window.of_layer(layer))
+            }
+            Self::Gpt(_) | Self::Gpt2(_) => None,
+        }
     }
 
     /// Returns the vocabulary size.

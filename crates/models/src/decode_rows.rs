@@ -73,6 +73,13 @@ impl DecodeRows {
         }
     }
 
+    /// Returns the most columns for sequences of up to `longest` tokens.
+    #[must_use]
+    pub fn most_columns(longest: usize) -> usize {
+        // The longest sequence may be complete when another one begins.
+        columns_for(longest + longest.min(TIMES[3]))
+    }
+
     /// Returns the number of tokens in a row.
     ///
     /// # Panics
@@ -280,6 +287,15 @@ impl DecodeRows {
         }
         self.column = longest;
     }
+}
+
+/// Returns the number of columns for sequences that need `needed` at the moment.
+fn columns_for(needed: usize) -> usize {
+    let with_room = needed.saturating_add(needed / 4);
+    with_room
+        .checked_next_power_of_two()
+        .unwrap_or(with_room)
+        .max(MIN_ROOM)
 }
 
 /// Returns the next step for these new tokens. If few rows have several tokens, as when one sequence begins while others

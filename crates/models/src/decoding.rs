@@ -41,7 +41,7 @@ pub struct Decoded {
 /// rounding. It has no state, and its operations depend only on the shapes of its inputs.
 ///
 /// The rotations of positions must not depend on the length of a sequence, see
-/// [`Architecture::has_fixed_rotations`](crate::Architecture::has_fixed_rotations).
+/// [`ModelConfig::depends_on_length`](crate::ModelConfig::depends_on_length).
 ///
 /// # Panics
 ///

@@ -170,10 +170,12 @@ pub(crate) struct GenerateArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResidenceArg {
-    /// Whole if every process has the memory for it, else sharded
+    /// Whole if every process has the memory for it, else placed or sharded, whichever moves less
     Auto,
     /// One whole copy in each process, for all of its ranks
     Whole,
+    /// A part of each matrix on each rank, which stays there: ranks exchange products of the new tokens
+    Placed,
     /// A shard on each rank, which gathers each block for every token
     Sharded,
 }

@@ -30,7 +30,7 @@ use crate::codec::{self, Chosen};
 use crate::console;
 use crate::error::{Failure, InputError, PromptError, RankError};
 use crate::steps::open::with_step;
-use crate::text::{Generated, Prompt, Sample};
+use crate::text::{Cached, Generated, PlacedDecoder, Prompt, Sample};
 use crate::train::{Ranks, agree, tokenizer_of};
 use crate::weights;
 use memory::Residence;
@@ -254,7 +254,14 @@ impl Job {
                 format!("{} prompts, hash {hash:016x}", self.prompts.len()),
             )?;
         }
-        let model = if self.is_whole_on_all(world)? {
+        let sample = self.sample();
+        let batch = self.args.prompts.batch;
+        let residence = self.residence_of_all(world)?;
+        if residence == Residence::Placed {
+            let mut decoder = self.placed(sizes, &sample, world)?;
+            return sample.continue_all(&mut decoder, &self.prompts, batch, world, || false);
+        }
+        let model = if residence == Residence::Whole {
             // The first rank of a process reads the weights. The others wait for it here, where there is no deadline.
             let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
             match &*shared {
@@ -264,20 +271,47 @@ impl Job {
         } else {
             self.read(sizes, world, Strategy::FullShard)?.valid()
         };
-        self.sample().continue_all(
-            &model,
-            &self.prompts,
-            self.args.prompts.batch,
-            world,
-            || false,
-        )
+        let mut decoder = Cached::new(&model, &sample);
+        sample.continue_all(&mut decoder, &self.prompts, batch, world, || false)
     }
 
-    /// Returns true if all processes have the memory for whole weights. Collective.
-    fn is_whole_on_all(&self, world: &ProcessGroup) -> Result<bool, RankError> {
-        let own = vec![u8::from(self.residence == Residence::Whole)];
-        let notes = world.exchange("residence of the weights", own)?;
-        Ok(notes.iter().all(|note| note[..] == [1]))
+    /// Returns where the weights of all processes are: as wanted by the process with the least memory. Collective.
+    fn residence_of_all(&self, world: &ProcessGroup) -> Result<Residence, RankError> {
+        let own = match self.residence {
+            Residence::Whole => 2,
+            Residence::Placed => 1,
+            Residence::Sharded => 0,
+        };
+        let notes = world.exchange("residence of the weights", vec![own])?;
+        Ok(match notes.iter().flatten().min() {
+            Some(2) => Residence::Whole,
+            Some(1) => Residence::Placed,
+            _ => Residence::Sharded,
+        })
+    }
+
+    /// Returns the decoder whose weights are divided among the ranks and do not move. Collective.
+    fn placed<'a, A: Architecture>(
+        &self,
+        sizes: A,
+        sample: &'a Sample<'a>,
+        world: &ProcessGroup,
+    ) -> Result<PlacedDecoder<'a>, RankError> {
+        let weights = match &self.args.init {
+            Some(folder) => Some(WeightsFile::open(folder, sizes)?),
+            None => None,
+        };
+        let batch = self.args.prompts.batch.min(self.prompts.len());
+        PlacedDecoder::new(sizes, &self.model, sample, batch, world, |part| {
+            let (path, region) = (&*part.whole.path, &part.region);
+            match (&weights, &self.step) {
+                (Some(weights), _) => {
+                    weights::read_region(weights, path, &part.whole.shape, region)
+                }
+                (None, Some(step)) => step_region(step, path, &part.whole.shape, region),
+                (None, None) => Err(Box::new(InputError::NoModel).into()),
+            }
+        })
     }
 
     /// Returns the model without shards.
@@ -356,16 +390,38 @@ fn of_file<A: Architecture>(
 
 /// Reads this rank's part of a parameter from a step.
 fn of_step(step: &Step, part: &InitialPart<'_>) -> Result<Option<Vec<u8>>, RankError> {
+    let region = Region::Flat(part.range.clone());
+    step_bytes(step, part.path, part.shape, &region).map(Some)
+}
+
+/// Reads a region of a parameter from a step.
+fn step_region(
+    step: &Step,
+    path: &str,
+    shape: &[usize],
+    region: &Region,
+) -> Result<Vec<f32>, RankError> {
+    let bytes = step_bytes(step, path, shape, region)?;
+    let (values, _) = bytes.as_chunks();
+    Ok(values.iter().copied().map(f32::from_ne_bytes).collect())
+}
+
+fn step_bytes(
+    step: &Step,
+    path: &str,
+    shape: &[usize],
+    region: &Region,
+) -> Result<Vec<u8>, RankError> {
     let expected = ExpectedTensor {
-        name: part.path.to_owned(),
-        shape: part.shape.to_vec(),
+        name: path.to_owned(),
+        shape: shape.to_vec(),
         dtype: Some(Dtype::F32),
     };
     let read = || {
         step.compare(&[expected], |_| false, Extra::Ignore)?;
-        step.read(part.path, &Region::Flat(part.range.clone()))
+        step.read(path, region)
     };
-    Ok(Some(read().map_err(|error| unread(step, error))?))
+    read().map_err(|error| unread(step, error))
 }
 
 fn unread(step: &Step, error: impl Into<RankError>) -> RankError {

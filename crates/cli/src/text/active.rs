@@ -1,9 +1,8 @@
 //! The prompts that one rank continues at the moment.
 
-use burn::tensor::{Int, Tensor, TensorData};
-use burn_fsdp::catch;
-use burn_fsdp_models::{Continuation, KeyValueCache, LanguageModel};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
+use super::decoder::{Decoder, Sequence};
 use super::sample::{Answer, Finish, Prompt, Sample};
 use crate::error::RankError;
 use crate::random::Random;
@@ -19,7 +18,6 @@ pub(super) struct Active<'a> {
 struct Running {
     index: usize,
     tokens: Vec<i64>,
-    cache: KeyValueCache,
     random: Random,
 }
 
@@ -32,6 +30,8 @@ pub(super) struct Step {
     pub(super) cache_bytes: usize,
     /// True if the logits are not valid numbers.
     pub(super) has_failed: bool,
+    /// The hash of the chosen tokens.
+    pub(super) chosen: u64,
 }
 
 impl Running {
@@ -41,20 +41,6 @@ impl Running {
             tokens: self.tokens,
             finish,
         }
-    }
-
-    /// Returns the tokens that the model has not seen.
-    ///
-    /// Beyond the maximum length `seq`, each new token shifts all earlier ones, so the cache cannot be reused.
-    fn new_tokens(&mut self, seq: usize) -> Vec<i64> {
-        let seen = match self.tokens.len().checked_sub(seq) {
-            Some(gone) if gone > 0 => {
-                self.cache = KeyValueCache::new();
-                gone
-            }
-            _ => self.cache.num_tokens(),
-        };
-        self.tokens[seen..].to_vec()
     }
 }
 
@@ -78,7 +64,6 @@ impl<'a> Active<'a> {
             Running {
                 index,
                 tokens: prompt.tokens.clone(),
-                cache: KeyValueCache::new(),
                 random: Random(prompt.seed),
             }
         }));
@@ -92,15 +77,18 @@ impl<'a> Active<'a> {
             .collect()
     }
 
-    /// Adds a token to each prompt, and removes those that are complete. Collective: a rank without prompts also
-    /// gathers each unit.
-    pub(super) fn step<M: LanguageModel>(&mut self, model: &M) -> Result<Step, RankError> {
-        let logits = catch(|| self.next_logits(model))?;
-        let bytes = self.running.iter().map(|running| running.cache.num_bytes());
+    /// Adds a token to each prompt, and removes those that are complete. Collective, also for a rank without prompts.
+    pub(super) fn step(&mut self, decoder: &mut impl Decoder) -> Result<Step, RankError> {
+        let sequences = self.running.iter().map(|running| Sequence {
+            prompt: running.index,
+            tokens: &running.tokens,
+        });
+        let logits = decoder.next_logits(&sequences.collect::<Vec<_>>())?;
         let mut step = Step {
-            cache_bytes: bytes.sum(),
+            cache_bytes: decoder.num_bytes(),
             ..Step::default()
         };
+        let mut chosen = DefaultHasher::new();
         let mut remaining = Vec::new();
         for (mut running, logits) in self.running.drain(..).zip(logits) {
             let sample = self.sample;
@@ -109,6 +97,7 @@ impl<'a> Active<'a> {
                 step.has_failed = true;
                 continue;
             };
+            token.hash(&mut chosen);
             if sample.is_end(token) {
                 step.answers.push(running.finished(Finish::End));
                 continue;
@@ -124,31 +113,7 @@ impl<'a> Active<'a> {
             }
         }
         self.running = remaining;
+        step.chosen = chosen.finish();
         Ok(step)
-    }
-
-    /// Returns the logits of the token after each prompt. They are limited to tokens that occur in text, because the
-    /// vocabulary may be larger.
-    fn next_logits<M: LanguageModel>(&mut self, model: &M) -> Vec<Vec<f32>> {
-        let device = &self.sample.device;
-        let tensor = |tokens: Vec<i64>| {
-            let shape = [1, tokens.len()];
-            Tensor::<2, Int>::from_data(TensorData::new(tokens, shape), device)
-        };
-        if self.running.is_empty() {
-            let _ = model.next_logits(tensor(vec![0]), &mut KeyValueCache::new());
-            return Vec::new();
-        }
-        let seq = self.sample.seq;
-        let continuations = self.running.iter_mut().map(|running| Continuation {
-            tokens: tensor(running.new_tokens(seq)),
-            cache: &mut running.cache,
-        });
-        let logits = model.next_logits_of_each(continuations.collect());
-        let [num_prompts, _] = logits.dims();
-        let num_ids = self.sample.codec.num_ids();
-        let known = logits.slice([0..num_prompts, 0..num_ids]).into_data();
-        let known: Vec<f32> = known.iter::<f32>().collect();
-        known.chunks(num_ids).map(<[f32]>::to_vec).collect()
     }
 }

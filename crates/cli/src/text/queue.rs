@@ -21,6 +21,8 @@ pub(super) struct Note {
     pub(super) has_failed: bool,
     /// The number of prompts that the rank still continues.
     pub(super) num_active: usize,
+    /// The hash of the tokens that the rank chose.
+    pub(super) chosen: u64,
 }
 
 impl Queue {
@@ -69,25 +71,29 @@ impl Queue {
 impl Note {
     pub(super) fn to_bytes(self) -> Vec<u8> {
         let flags = [u8::from(self.is_stopped), u8::from(self.has_failed)];
-        [&flags[..], &(self.num_active as u64).to_le_bytes()].concat()
+        let numbers = [self.num_active as u64, self.chosen];
+        let numbers = numbers.map(u64::to_le_bytes);
+        [&flags[..], &numbers.concat()].concat()
     }
 
     /// Reads a note. One that cannot be read is that of a failed rank.
     pub(super) fn of(bytes: &[u8]) -> Self {
-        let read = bytes.split_first_chunk::<2>();
-        let read = read.and_then(|(flags, count)| Some((flags, count.try_into().ok()?)));
-        match read {
-            Some((flags, count)) => Self {
+        let read = || {
+            let (flags, numbers) = bytes.split_first_chunk::<2>()?;
+            let (count, chosen) = numbers.split_first_chunk::<8>()?;
+            Some(Self {
                 is_stopped: flags[0] == 1,
                 has_failed: flags[1] == 1,
-                num_active: u64::from_le_bytes(count) as usize,
-            },
-            None => Self {
-                is_stopped: false,
-                has_failed: true,
-                num_active: 0,
-            },
-        }
+                num_active: u64::from_le_bytes(*count) as usize,
+                chosen: u64::from_le_bytes(chosen.try_into().ok()?),
+            })
+        };
+        read().unwrap_or(Self {
+            is_stopped: false,
+            has_failed: true,
+            num_active: 0,
+            chosen: 0,
+        })
     }
 }
 
@@ -115,6 +121,7 @@ mod tests {
                 is_stopped: false,
                 has_failed: false,
                 num_active,
+                chosen: 7,
             });
             let notes = notes.map(|note| Note::of(&note.to_bytes()));
             queues.iter_mut().for_each(|queue| queue.update(&notes));

@@ -27,7 +27,6 @@ fn assert_equal_rows<A: Architecture>(
     seed: u64,
 ) -> Shapes {
     let sizes = sizes.for_sequences_of(SEQ);
-    assert!(sizes.has_fixed_rotations());
     let model = model(sizes);
     let mut rows = DecodeRows::new(RowsForm {
         rows: ROWS,

@@ -299,8 +299,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             return Ok(());
         };
         for parameter in graph.parameters() {
-            let data = self.executor.get(parameter.value)?;
-            self.executor.remove(parameter.value);
+            let data = self.executor.take(parameter.value)?;
             initial.set_local(&parameter.path, data)?;
         }
         Ok(())

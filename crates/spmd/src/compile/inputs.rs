@@ -6,14 +6,21 @@ use burn_ir::BackendIr;
 
 use super::step::CompiledStep;
 use crate::graph::Graph;
-use crate::trace::{Batch, data_of};
+use crate::trace::{Batch, InputValue, values_of};
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Passes the tensors of a batch or micro-batch to the executor, and the loss scale if there is one.
     pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
         let mut inputs = graph.inputs().iter();
-        for ((_, data), id) in data_of(batch).into_iter().zip(&mut inputs) {
-            self.executor.set(*id, data);
+        for (value, id) in values_of(batch).into_iter().zip(&mut inputs) {
+            match value {
+                InputValue::Read(data) => self.executor.set(*id, data),
+                InputValue::Lent {
+                    tensor,
+                    shape,
+                    dtype,
+                } => self.executor.lend(*id, tensor, (shape, dtype)),
+            }
         }
         if let (Some(scaler), Some(id)) = (&self.done.scaler, inputs.next()) {
             self.executor.set(*id, scaler.factor());

@@ -10,7 +10,8 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_tensors::{self as tensors, Staged};
 use burn_ir::{
-    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, HandleKind, OperationIr, ScalarIr, TensorId, TensorIr,
+    TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
@@ -136,6 +137,15 @@ impl<B: BackendIr> Executor<B> {
         self.count(id);
     }
 
+    /// Sets a given value of this shape and type to a tensor, without a copy.
+    pub(crate) fn lend(&mut self, id: TensorId, tensor: HandleKind<B>, spec: (Vec<usize>, DType)) {
+        self.table.remove(id);
+        self.seals.remove(id);
+        self.interpreter.register_tensor_to_device(id, tensor);
+        self.present.insert(id, spec);
+        self.count(id);
+    }
+
     /// Returns true if a given value is set.
     pub fn has(&self, id: TensorId) -> bool {
         self.present.contains_key(&id)
@@ -148,18 +158,33 @@ impl<B: BackendIr> Executor<B> {
     /// [`Error::Missing`], or [`Error::Internal`] if the backend cannot be read.
     pub fn get(&mut self, id: TensorId) -> Result<TensorData, Error> {
         match self.present.get(&id).cloned() {
-            Some((shape, dtype)) => self.read(id, shape, dtype),
-            None => Err(Error::Missing {
-                what: format!("value {}", id.value()),
-            }),
+            Some(spec) => self.read(id, spec, TensorStatus::ReadOnly),
+            None => Err(missing(id)),
         }
     }
 
-    fn read(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Result<TensorData, Error> {
+    /// Removes a given value, and reads it back to the host. The CPU backend copies nothing.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`get`](Self::get).
+    pub(crate) fn take(&mut self, id: TensorId) -> Result<TensorData, Error> {
+        let spec = self.present.remove(&id).ok_or_else(|| missing(id))?;
+        self.table.remove(id);
+        self.seals.remove(id);
+        self.read(id, spec, TensorStatus::ReadWrite)
+    }
+
+    fn read(
+        &mut self,
+        id: TensorId,
+        (shape, dtype): (Vec<usize>, DType),
+        status: TensorStatus,
+    ) -> Result<TensorData, Error> {
         let tensor = TensorIr {
             id,
             shape: Shape::from(shape),
-            status: TensorStatus::ReadOnly,
+            status,
             dtype,
         };
         tensors::read(self.interpreter.get_tensor(&tensor)).map_err(Error::Internal)
@@ -222,7 +247,7 @@ impl<B: BackendIr> Executor<B> {
 
     fn result(&mut self, graph: &Graph, id: TensorId) -> Result<TensorData, Error> {
         let TensorIr { shape, dtype, .. } = graph.read(id)?;
-        self.read(id, shape.to_vec(), dtype)
+        self.read(id, (shape.to_vec(), dtype), TensorStatus::ReadOnly)
     }
 
     fn execute(
@@ -477,6 +502,12 @@ impl<B: BackendIr> Executor<B> {
         let handle = self.interpreter.get_tensor(&tensor);
         let place = Address::of::<B>(id, &handle);
         self.table.insert(id, place);
+    }
+}
+
+fn missing(id: TensorId) -> Error {
+    Error::Missing {
+        what: format!("value {}", id.value()),
     }
 }
 

@@ -4,7 +4,8 @@ use std::hash::Hash;
 
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::Fingerprint;
-use burn_fsdp_tensors::{Batch, BatchMapper};
+use burn_fsdp_tensors::{Batch, BatchMapper, host_bool, host_float, host_int};
+use burn_ir::{BackendIr, HandleKind};
 
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
@@ -49,39 +50,61 @@ pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     walk.fixed
 }
 
-/// Reads the data of a batch's tensors back to the host, and returns it with their names.
-pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
-    struct Read {
-        path: Path,
-        found: Vec<(String, TensorData)>,
+/// The value of a batch's tensor for a step on the backend `B`.
+pub(crate) enum InputValue<B: BackendIr> {
+    /// A tensor in the host's memory, for a step on the CPU backend. Nothing is copied.
+    Lent {
+        tensor: HandleKind<B>,
+        shape: Vec<usize>,
+        dtype: DType,
+    },
+    /// Elements that were read back.
+    Read(TensorData),
+}
+
+/// Returns the values of a batch's tensors, in the order of their names.
+pub(crate) fn values_of<T: Batch, B: BackendIr>(batch: &T) -> Vec<InputValue<B>> {
+    struct Values<B: BackendIr>(Vec<InputValue<B>>);
+    impl<B: BackendIr> Values<B> {
+        fn add(
+            &mut self,
+            lent: Option<HandleKind<B>>,
+            (shape, dtype): (Vec<usize>, DType),
+            read: impl FnOnce() -> TensorData,
+        ) {
+            self.0.push(match lent {
+                Some(tensor) => InputValue::Lent {
+                    tensor,
+                    shape,
+                    dtype,
+                },
+                None => InputValue::Read(read()),
+            });
+        }
     }
-    impl BatchMapper for Read {
-        fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
-            self.found.push((self.path.of(name), tensor.to_data()));
+    impl<B: BackendIr> BatchMapper for Values<B> {
+        fn float<const D: usize>(&mut self, _: &str, tensor: Tensor<D>) -> Tensor<D> {
+            let spec = (tensor.dims().to_vec(), tensor.dtype());
+            self.add(host_float(&tensor), spec, || tensor.to_data());
             tensor
         }
-        fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
-            self.found.push((self.path.of(name), tensor.to_data()));
+        fn int<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+            let spec = (tensor.dims().to_vec(), tensor.dtype());
+            self.add(host_int(&tensor), spec, || tensor.to_data());
             tensor
         }
-        fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-            self.found.push((self.path.of(name), tensor.to_data()));
+        fn bool<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+            let spec = (tensor.dims().to_vec(), tensor.dtype());
+            self.add(host_bool(&tensor), spec, || tensor.to_data());
             tensor
         }
         fn fixed(&mut self, _: &str, _: &impl Hash) {}
-        fn enter(&mut self, name: &str) {
-            self.path.0.push(name.to_owned());
-        }
-        fn exit(&mut self) {
-            self.path.0.pop();
-        }
+        fn enter(&mut self, _: &str) {}
+        fn exit(&mut self) {}
     }
-    let mut read = Read {
-        path: Path::default(),
-        found: Vec::new(),
-    };
-    let _ = batch.clone().map(&mut read);
-    read.found
+    let mut values = Values(Vec::new());
+    let _ = batch.clone().map(&mut values);
+    values.0
 }
 
 /// The names of the batch parts that enclose a mapper's position.

@@ -28,7 +28,8 @@ use burn_fsdp_tensors::is_half;
 pub use burn_fsdp_tensors::{Batch, BatchMapper, cast_floats};
 
 pub use activation::named_activation;
-pub use batch::{InputSpec, data_of, specs_of};
+pub use batch::{InputSpec, specs_of};
+pub(crate) use batch::{InputValue, values_of};
 pub use optimizer::{OptimizerGroups, OptimizerStep, StepScalars};
 pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};

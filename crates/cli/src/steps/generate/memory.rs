@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_models::ModelConfig;
+use burn_fsdp_models::{DecodeRows, ModelConfig};
 
 use crate::adapters::AdapterSizes;
 use crate::args::{ResidenceArg, least_bytes};
 use crate::enough;
 use crate::error::InputError;
 use crate::host;
+use crate::text::bytes_moved_by_placements;
 use crate::train::Ranks;
 
 const ELEMENT: u128 = 4;
@@ -18,6 +19,8 @@ const ELEMENT: u128 = 4;
 pub(super) enum Residence {
     /// Each process has one copy of all weights, which its ranks share.
     Whole,
+    /// Each rank has a part of each matrix, which does not move.
+    Placed,
     /// Each rank has its shards, and one full unit while it is used.
     Sharded,
 }
@@ -25,7 +28,27 @@ pub(super) enum Residence {
 /// The memory that a generation needs in this process, in bytes.
 struct Needs {
     whole: u128,
+    placed: u128,
     sharded: u128,
+}
+
+/// Returns the reason why weights cannot be placed, if there is one.
+fn why_not_placed(model: &ModelConfig, adapters: Option<&AdapterSizes>) -> Option<&'static str> {
+    if adapters.is_some() {
+        return Some("the model has adapters; merge them with `consolidate --merge` first");
+    }
+    let depends = model.depends_on_length(model.seq());
+    depends.then_some("the rotations of its positions depend on the length of a text")
+}
+
+/// Returns true if a token of each of `batch` texts moves less with placed weights than with gathers of all weights.
+fn moves_less_if_placed(model: &ModelConfig, batch: usize, ranks: usize) -> bool {
+    let moved = match model {
+        ModelConfig::Gpt(sizes) => bytes_moved_by_placements(sizes, batch, ranks),
+        ModelConfig::Llama(sizes) => bytes_moved_by_placements(sizes, batch, ranks),
+        ModelConfig::Gpt2(sizes) => bytes_moved_by_placements(sizes, batch, ranks),
+    };
+    moved <= ELEMENT * model.num_params() as u128
 }
 
 /// Returns where the weights are. `lengths` are the most tokens of each prompt with its answer.
@@ -44,10 +67,20 @@ pub(super) fn residence(
     let available = host::memory_bytes(ranks.processes_here());
     let needs = Needs::of((model, adapters), ranks, lengths, batch)?;
     let fits = |needed| available.is_none_or(|available| needed <= u128::from(available));
-    let (residence, needed) = match wanted {
-        ResidenceArg::Whole => (Residence::Whole, needs.whole),
-        ResidenceArg::Auto if fits(needs.whole) => (Residence::Whole, needs.whole),
-        ResidenceArg::Auto | ResidenceArg::Sharded => (Residence::Sharded, needs.sharded),
+    let obstacle = why_not_placed(model, adapters);
+    let can_be_placed = || {
+        obstacle.is_none()
+            && ranks.number() > 1
+            && fits(needs.placed)
+            && moves_less_if_placed(model, batch, ranks.number())
+    };
+    let (residence, needed) = match (wanted, obstacle) {
+        (ResidenceArg::Placed, Some(reason)) => return Err(InputError::NotPlaced { reason }),
+        (ResidenceArg::Placed, None) => (Residence::Placed, needs.placed),
+        (ResidenceArg::Whole, _) => (Residence::Whole, needs.whole),
+        (ResidenceArg::Auto, _) if fits(needs.whole) => (Residence::Whole, needs.whole),
+        (ResidenceArg::Auto, _) if can_be_placed() => (Residence::Placed, needs.placed),
+        (ResidenceArg::Auto | ResidenceArg::Sharded, _) => (Residence::Sharded, needs.sharded),
     };
     if let Some(available) = available {
         enough::memory(model.num_params(), ranks.number(), needed, available)?;
@@ -75,16 +108,36 @@ impl Needs {
         // A cache has room for a quarter more.
         let seen: usize = longest.iter().take(here).map(|len| len + len / 4).sum();
         let seen = seen as u128;
-        let width = match model {
-            ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
-            ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
+        let width = model.kv_heads() * model.head_dim();
+        let of_token = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128);
+        let cache = of_token * seen;
+        // All texts are on all ranks, each with as many columns as the longest may need. If the heads do not divide
+        // among the ranks, each rank has all of them.
+        let columns = longest
+            .first()
+            .map_or(0, |len| DecodeRows::most_columns(*len));
+        let copies = match model.kv_heads().is_multiple_of(ranks.number()) {
+            true => (ranks.of_process() as u128).div_ceil(ranks.number() as u128),
+            false => ranks.of_process() as u128,
         };
-        let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
+        let rows = of_token.saturating_mul((batch.min(lengths.len()) * columns) as u128);
+        let parts = shards + vectors_of(model)?;
         Ok(Self {
             whole: ELEMENT * params as u128 + unit + cache,
+            placed: parts.saturating_mul(ranks.of_process() as u128) + copies * rows,
             sharded: (shards + unit).saturating_mul(ranks.of_process() as u128) + cache,
         })
     }
+}
+
+/// Returns the bytes of all parameters that are not matrices, which each rank has whole.
+fn vectors_of(model: &ModelConfig) -> Result<u128, InputError> {
+    let table = model.parameters()?;
+    let vectors = table.iter().filter(|spec| spec.shape.len() != 2);
+    let elements: usize = vectors
+        .map(|spec| spec.shape.iter().product::<usize>())
+        .sum();
+    Ok(ELEMENT * elements as u128)
 }
 
 /// Returns the number of elements of the largest unit: a block, or the parameters outside all blocks.
