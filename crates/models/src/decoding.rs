@@ -50,7 +50,7 @@ pub struct Decoded {
 pub fn decode<M: LanguageModel>(model: &M, inputs: DecodeInputs) -> Decoded {
     let [batch, _] = inputs.tokens.dims();
     let device = inputs.tokens.device();
-    let positions = Positions::Documents(&inputs.positions);
+    let positions = Positions::Cached(&inputs.positions);
     let shared = model.shared(batch, positions, &device);
     let mut x = model.embed(inputs.tokens, positions);
     let mut new = Vec::new();

@@ -246,7 +246,7 @@ pub(crate) fn embed_with_positions(
         |part: &Range<usize>| Tensor::<1, Int>::arange(part.start as i64..part.end as i64, &device);
     let positions = match positions {
         Positions::Runs(parts) => Tensor::cat(parts.iter().map(arange).collect(), 0).unsqueeze(),
-        Positions::Documents(positions) => positions.clone(),
+        Positions::Documents(positions) | Positions::Cached(positions) => positions.clone(),
     };
     let x = of_tokens.forward(tokens) + of_positions.forward(positions);
     x.flatten(0, 1)

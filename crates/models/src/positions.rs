@@ -53,6 +53,9 @@ pub enum Positions<'a> {
     Runs(&'a [Range<usize>]),
     /// Those of each token in its document, `[batch, time]`. Sequences have several documents.
     Documents(&'a Tensor<2, Int>),
+    /// Those of each token in its sequence, `[batch, time]`. Earlier tokens of the sequences are in a cache. Rotations
+    /// are those of short sequences.
+    Cached(&'a Tensor<2, Int>),
 }
 
 /// The documents of sequences, for attention.
@@ -68,7 +71,7 @@ impl DocumentParts {
     /// Returns the documents, if sequences have several.
     pub(crate) fn of(positions: Positions<'_>) -> Option<Self> {
         match positions {
-            Positions::Runs(_) => None,
+            Positions::Runs(_) | Positions::Cached(_) => None,
             Positions::Documents(positions) => Some(Self {
                 positions: positions.clone(),
                 hidden: Arc::default(),

@@ -61,16 +61,18 @@ impl Rotary {
             }
         };
         // The speeds may depend on the length of the sequence.
+        let of_each = |positions: &Tensor<2, Int>, length: usize| {
+            let [batch, time] = positions.dims();
+            positions.clone().reshape([batch, time, 1, 1]).float() * speeds(length)
+        };
         let angles = match positions {
             Positions::Runs(parts) => {
                 let angles =
                     |part: &Range<usize>| index(part, [1, part.len(), 1, 1]) * speeds(part.end);
                 Tensor::cat(parts.iter().map(angles).collect(), 1)
             }
-            Positions::Documents(positions) => {
-                let [batch, time] = positions.dims();
-                positions.clone().reshape([batch, time, 1, 1]).float() * speeds(time)
-            }
+            Positions::Documents(positions) => of_each(positions, positions.dims()[1]),
+            Positions::Cached(positions) => of_each(positions, 1),
         };
         let (cos, sin) = (angles.clone().cos(), angles.sin());
         let amplitude = scaling.amplitude();

@@ -209,3 +209,6 @@ impl Decoder for PlacedDecoder<'_> {
         self.rows.num_bytes()
     }
 }
+
+#[cfg(test)]
+mod tests;

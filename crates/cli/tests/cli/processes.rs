@@ -458,7 +458,7 @@ fn prompts_are_divided_among_processes() {
     folder.write("prompts.txt", "a\nto be or\nnot\nthat is the\nq\n");
     let arguments =
         "generate --init gpt2 --tokenizer bytes --prompts prompts.txt --tokens 7 --batch 3";
-    for weights in ["whole", "sharded"] {
+    for weights in ["whole", "sharded", "placed"] {
         let Some(mut command) = launcher::mpirun(2) else {
             return;
         };

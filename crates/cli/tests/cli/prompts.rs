@@ -61,7 +61,13 @@ fn each_prompt_has_the_text_that_it_has_alone() {
             assert!(!flags.contains("stop") || finishes("stop"), "{alone:?}");
             assert!(flags.contains("stop") || finishes("length"), "{alone:?}");
             for ranks in ["1", "2", "3"] {
-                for (batch, weights) in [("16", "sharded"), ("2", "sharded"), ("2", "whole")] {
+                for (batch, weights) in [
+                    ("16", "sharded"),
+                    ("2", "sharded"),
+                    ("2", "whole"),
+                    ("16", "placed"),
+                    ("2", "placed"),
+                ] {
                     let more = ["--prompts", "prompts.txt", "--seed", "3"];
                     let more = [&more[..], &["--ranks", ranks, "--batch", batch]].concat();
                     let more = [&more[..], &["--weights", weights]].concat();
