@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use burn_fsdp::DeviceName;
 use clap::{Args, ValueEnum};
 
 use crate::codec::TokenizerArg;
@@ -152,6 +153,11 @@ pub(crate) struct GenerateArgs {
     /// Where the weights are while texts are generated
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) weights: ResidenceArg,
+    /// Device: flex (the CPU), a GPU backend, or auto, as in `train`
+    ///
+    /// The command does not know the memory of a GPU, so --weights auto means whole there.
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    pub(crate) device: DeviceName,
     /// Ranks: threads, or the processes of mpirun or srun [default: 1 thread, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,

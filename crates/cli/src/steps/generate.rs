@@ -48,13 +48,15 @@ struct Job {
     /// Texts before which a text ends.
     stops: Vec<String>,
     prompts: Vec<Prompt>,
+    /// The device of each rank of this process.
+    devices: Vec<Device>,
     residence: Residence,
     /// True if each rank is a process, which has read the prompts itself.
     are_processes: bool,
 }
 
-/// The weights of all ranks in this process, once one of them has read them.
-type Shared<M> = Mutex<Option<M>>;
+/// The whole models that ranks of this process have read, each with its device. Ranks on one device share a model.
+type Shared<M> = Mutex<Vec<(Device, M)>>;
 
 /// Prints the prompts and the texts that the model adds to them.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
@@ -74,7 +76,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
             &job.args.prompts,
             &given,
             &job.prompts,
-            &job.sample(),
+            &job.sample(&Device::flex()),
             &generated,
         )
     } else {
@@ -206,7 +208,10 @@ impl Job {
             .collect();
         let batch = args.prompts.batch;
         let of_model = (&model, adapters.as_ref());
-        let residence = memory::residence(args.weights, of_model, ranks, &lengths, batch)?;
+        let residence = match args.device.is_host() {
+            true => memory::residence(args.weights, of_model, ranks, &lengths, batch)?,
+            false => memory::residence_on_gpu(args.weights)?,
+        };
         if let Some(folder) = &args.init
             && ranks.have_first()
         {
@@ -228,6 +233,7 @@ impl Job {
         Ok(Self {
             stops: [&args.stop[..], &encoded.stops].concat(),
             prompts: prompts.collect(),
+            devices: ranks.devices(&args.device)?,
             residence,
             are_processes: ranks.are_processes(),
             args,
@@ -254,7 +260,8 @@ impl Job {
                 format!("{} prompts, hash {hash:016x}", self.prompts.len()),
             )?;
         }
-        let sample = self.sample();
+        let device = self.device(world);
+        let sample = self.sample(&device);
         let batch = self.args.prompts.batch;
         let residence = self.residence_of_all(world)?;
         if residence == Residence::Placed {
@@ -264,12 +271,17 @@ impl Job {
         let model = if residence == Residence::Whole {
             // The first rank of a process reads the weights. The others wait for it here, where there is no deadline.
             let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
-            match &*shared {
-                Some(model) => model.clone(),
-                None => shared.insert(self.whole(sizes)?).clone(),
+            match shared.iter().find(|(on, _)| *on == device) {
+                Some((_, model)) => model.clone(),
+                None => {
+                    let model = self.whole(sizes, &device)?;
+                    shared.push((device.clone(), model.clone()));
+                    model
+                }
             }
         } else {
-            self.read(sizes, world, Strategy::FullShard)?.valid()
+            self.read(sizes, world, Strategy::FullShard, &device)?
+                .valid()
         };
         let mut decoder = Cached::new(&model, &sample);
         sample.continue_all(&mut decoder, &self.prompts, batch, world, || false)
@@ -314,10 +326,18 @@ impl Job {
         })
     }
 
+    /// Returns the device of a rank.
+    fn device(&self, world: &ProcessGroup) -> Device {
+        match self.devices.as_slice() {
+            [device] => device.clone(),
+            devices => devices[world.rank()].clone(),
+        }
+    }
+
     /// Returns the model without shards.
-    fn whole<A: Architecture>(&self, sizes: A) -> Result<A::Model, RankError> {
+    fn whole<A: Architecture>(&self, sizes: A, device: &Device) -> Result<A::Model, RankError> {
         // A parameter that is not sharded becomes a tensor of the plain module without a copy.
-        let model = self.read(sizes, &ProcessGroup::solo(), Strategy::NoShard)?;
+        let model = self.read(sizes, &ProcessGroup::solo(), Strategy::NoShard, device)?;
         let whole = unsharded(&model, true)?;
         Ok(whole.expect("a rank that keeps the whole model has it"))
     }
@@ -329,8 +349,9 @@ impl Job {
         sizes: A,
         group: &ProcessGroup,
         strategy: Strategy,
+        device: &Device,
     ) -> Result<A::Model, RankError> {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device.clone().autodiff().gradient_checkpointing();
         let mesh = ProcessMesh::new(group, Mesh::line("shard", group.size())?)?;
         let mut policy = ShardPolicy::new().units([A::BLOCKS]);
         policy = policy.strategy(strategy).reshard_root(true).prefetch(0);
@@ -356,7 +377,7 @@ impl Job {
         Ok(model)
     }
 
-    fn sample(&self) -> Sample<'_> {
+    fn sample(&self, device: &Device) -> Sample<'_> {
         Sample {
             codec: &self.codec,
             seq: self.model.seq(),
@@ -369,7 +390,7 @@ impl Job {
                 top_k: self.args.choice.top_k,
                 top_p: self.args.choice.top_p,
             },
-            device: Device::flex(),
+            device: device.clone(),
         }
     }
 }

@@ -1,6 +1,7 @@
-//! `train --device`: the device of a rank.
+//! `train --device` and `generate --device`: the device of a rank.
 
 use crate::command::Folder;
+use crate::foreign::folders;
 
 #[test]
 fn missing_devices_are_named_in_the_error() {
@@ -27,12 +28,42 @@ fn missing_devices_are_named_in_the_error() {
     }
 }
 
+#[test]
+fn generation_names_missing_devices_and_places_weights_on_the_cpu_only() {
+    let folder = folders();
+    let generate = "generate --init llama --tokenizer bytes --prompt a --tokens 2";
+    for (flags, words) in [
+        ("--device gpu", &["is not a device", "wgpu"][..]),
+        ("--device flex:1", &["no flex device 1"]),
+        #[cfg(feature = "wgpu")]
+        (
+            "--device wgpu --weights placed",
+            &["--weights placed", "CPU", "--weights whole"],
+        ),
+    ] {
+        let run = folder.run(&format!("{generate} {flags}"));
+        assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
+        for word in words {
+            assert!(run.stderr.contains(word), "{flags}: {}", run.stderr);
+        }
+    }
+    let plain = folder.run(generate);
+    let named = folder.run(&format!("{generate} --device flex:0"));
+    assert_eq!(
+        (plain.code, &plain.stdout),
+        (0, &named.stdout),
+        "{}",
+        plain.stderr
+    );
+}
+
 /// These tests need a device of the backend. CI provides one in software.
 #[cfg(feature = "wgpu")]
 mod wgpu {
     use serde_json::Value;
 
     use crate::command::{Folder, losses, relative_difference};
+    use crate::foreign::folders;
 
     #[test]
     fn a_device_trains_like_the_cpu_and_its_copies_are_shown() {
@@ -53,6 +84,25 @@ mod wgpu {
             let copies = |report: &Value| report["staged_bytes"][0][0].as_u64();
             assert_eq!(copies(&host), Some(0));
             assert!(copies(&checked) > Some(0), "{checked}");
+        }
+    }
+
+    #[test]
+    fn a_device_generates_like_the_cpu() {
+        let folder = folders();
+        folder.write("prompts.txt", "a\nto be or\nnot\n");
+        for model in ["llama", "gpt2"] {
+            let generate =
+                format!("generate --init {model} --tokenizer bytes --prompts prompts.txt");
+            let generate = format!("{generate} --tokens 8 --temperature 0");
+            let host = folder.run(&generate);
+            assert_eq!(host.code, 0, "{}", host.stderr);
+            for (ranks, weights) in [(1, "auto"), (2, "whole"), (2, "sharded")] {
+                let flags = format!("--device wgpu:0 --ranks {ranks} --weights {weights}");
+                let device = folder.run(&format!("{generate} {flags}"));
+                assert_eq!(device.code, 0, "{model} {flags}: {}", device.stderr);
+                assert_eq!(device.stdout, host.stdout, "{model} {flags}");
+            }
         }
     }
 

@@ -51,7 +51,18 @@ fn moves_less_if_placed(model: &ModelConfig, batch: usize, ranks: usize) -> bool
     moved <= ELEMENT * model.num_params() as u128
 }
 
-/// Returns where the weights are. `lengths` are the most tokens of each prompt with its answer.
+/// Returns where the weights are on a GPU, whose memory is not known.
+pub(super) fn residence_on_gpu(wanted: ResidenceArg) -> Result<Residence, InputError> {
+    match wanted {
+        ResidenceArg::Auto | ResidenceArg::Whole => Ok(Residence::Whole),
+        ResidenceArg::Sharded => Ok(Residence::Sharded),
+        ResidenceArg::Placed => Err(InputError::NotPlaced {
+            reason: "its graph runs on the CPU, and --device is another device",
+        }),
+    }
+}
+
+/// Returns where the weights are on the CPU. `lengths` are the most tokens of each prompt with its answer.
 ///
 /// # Errors
 ///
