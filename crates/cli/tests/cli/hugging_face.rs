@@ -771,7 +771,17 @@ fn text_is_generated_from_steps_and_adapters() {
         whole
     );
     copies_tokenizer_and_token_ids(&folder, &whole);
+    // Each rank reads its rows and columns of a saved step.
+    for ranks in [2, 3] {
+        let placed = format!("--ranks {ranks} --weights placed");
+        let from_step = text(&format!("whole --tokenizer llama/tokenizer.json {placed}"));
+        assert_eq!(from_step, whole, "{placed}");
+    }
     for (arguments, problem) in [
+        (
+            "adapted --init llama --ranks 2 --weights placed",
+            "merge them with `consolidate --merge`",
+        ),
         ("adapted", "has only adapters; pass --init FOLDER"),
         (
             "adapted --init other",

@@ -167,7 +167,7 @@ fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
 
 #[cfg(test)]
 mod tests {
-    use burn_fsdp_models::{GptConfig, LlamaConfig};
+    use burn_fsdp_models::{GptConfig, LlamaConfig, RopeFactors, RopeScaling};
 
     use super::*;
 
@@ -192,7 +192,45 @@ mod tests {
             let shards = ranks as u128 * (weights.div_ceil(ELEMENT).div_ceil(ranks as u128));
             let sharded = ELEMENT * shards + ranks as u128 * unit + cache(4);
             assert_eq!(needs.sharded, sharded, "{ranks}");
+            // All ranks have the vectors: two norms and the biases of a block, and the last norm. Four prompts have 64
+            // columns of keys and values, which two ranks divide; four ranks cannot divide two heads.
+            let vectors = ELEMENT * (3 * (4 + 3 + 1 + 4 + 1) + 2) * 16;
+            let columns = cache(4) / 10 * 64 * if ranks == 4 { 4 } else { 1 };
+            let placed = ELEMENT * shards + ranks as u128 * vectors + columns;
+            assert_eq!(needs.placed, placed, "{ranks}");
         }
+    }
+
+    #[test]
+    fn products_of_few_tokens_are_smaller_than_weights() {
+        let gpt = |dim| {
+            ModelConfig::Gpt(GptConfig {
+                vocab: 100,
+                seq: 64,
+                layers: 2,
+                dim,
+                heads: 2,
+            })
+        };
+        assert!(moves_less_if_placed(&gpt(512), 16, 2));
+        assert!(moves_less_if_placed(&gpt(512), 16, 4));
+        assert!(!moves_less_if_placed(&gpt(8), 64, 2));
+        let llama = LlamaConfig::preset("7b").expect("a preset");
+        assert!(moves_less_if_placed(&ModelConfig::Llama(llama), 64, 8));
+    }
+
+    #[test]
+    fn rotations_that_depend_on_the_length_are_not_placed() {
+        let mut llama = LlamaConfig::preset("7b").expect("a preset");
+        assert_eq!(why_not_placed(&ModelConfig::Llama(llama), None), None);
+        llama.variant.rope_scaling = RopeScaling::LongRope {
+            short_factor: RopeFactors::new(&[1.0]),
+            long_factor: RopeFactors::new(&[1.0]),
+            attention_factor: 1.0,
+            original_max_position_embeddings: llama.seq - 1,
+        };
+        let reason = why_not_placed(&ModelConfig::Llama(llama), None);
+        assert!(reason.is_some_and(|reason| reason.contains("length of a text")));
     }
 
     #[test]
