@@ -140,11 +140,12 @@ impl fmt::Display for Inspection {
             "format version {}, saved by {} ranks ({})",
             self.version, self.world_size, self.mesh
         )?;
-        writeln!(
-            f,
-            "step {}, seed {}, epoch {}, sample {}",
-            training.step, training.seed, training.data.epoch, training.data.sample
-        )?;
+        write!(f, "step {}, seed {}, ", training.step, training.seed)?;
+        // Not every program counts passes. This project's command stores its position in a section.
+        if training.data.epoch > 0 {
+            write!(f, "epoch {}, ", training.data.epoch)?;
+        }
+        writeln!(f, "sample {}", training.data.sample)?;
         for (title, value) in [
             ("learning rate", &training.learning_rate),
             ("optimizer", &training.optimizer),

@@ -6,12 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn::tensor::{DType, Shape, TensorData};
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::ProcessGroup;
-use burn_fsdp_tensors::{self as tensors, Staged};
+use burn_fsdp_tensors::Staged;
 use burn_ir::{
-    BackendIr, BaseOperationIr, CustomOpIr, HandleKind, OperationIr, ScalarIr, TensorId, TensorIr,
-    TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
@@ -125,88 +124,6 @@ impl<B: BackendIr> Executor<B> {
     /// Returns the mutable memory table, to start a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
-    }
-
-    /// Sets a given value: one that no node writes, such as a parameter or an input.
-    pub fn set(&mut self, id: TensorId, data: TensorData) {
-        let known = (data.shape().to_vec(), data.dtype());
-        self.table.remove(id);
-        self.seals.remove(id);
-        self.interpreter.register_tensor_data_id(id, data);
-        self.present.insert(id, known);
-        self.count(id);
-    }
-
-    /// Sets a given value of this shape and type to a tensor, without a copy.
-    pub(crate) fn lend(&mut self, id: TensorId, tensor: HandleKind<B>, spec: (Vec<usize>, DType)) {
-        self.table.remove(id);
-        self.seals.remove(id);
-        self.interpreter.register_tensor_to_device(id, tensor);
-        self.present.insert(id, spec);
-        self.count(id);
-    }
-
-    /// Returns true if a given value is set.
-    pub fn has(&self, id: TensorId) -> bool {
-        self.present.contains_key(&id)
-    }
-
-    /// Reads a given value back to the host.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Missing`], or [`Error::Internal`] if the backend cannot be read.
-    pub fn get(&mut self, id: TensorId) -> Result<TensorData, Error> {
-        match self.present.get(&id).cloned() {
-            Some(spec) => self.read(id, spec, TensorStatus::ReadOnly),
-            None => Err(missing(id)),
-        }
-    }
-
-    /// Removes a given value, and reads it back to the host. The CPU backend copies nothing.
-    ///
-    /// # Errors
-    ///
-    /// Same as [`get`](Self::get).
-    pub(crate) fn take(&mut self, id: TensorId) -> Result<TensorData, Error> {
-        let spec = self.present.remove(&id).ok_or_else(|| missing(id))?;
-        self.table.remove(id);
-        self.seals.remove(id);
-        self.read(id, spec, TensorStatus::ReadWrite)
-    }
-
-    fn read(
-        &mut self,
-        id: TensorId,
-        (shape, dtype): (Vec<usize>, DType),
-        status: TensorStatus,
-    ) -> Result<TensorData, Error> {
-        let tensor = TensorIr {
-            id,
-            shape: Shape::from(shape),
-            status,
-            dtype,
-        };
-        tensors::read(self.interpreter.get_tensor(&tensor)).map_err(Error::Internal)
-    }
-
-    /// Frees a given value.
-    pub fn remove(&mut self, id: TensorId) {
-        if self.present.remove(&id).is_some() {
-            self.free(id);
-        }
-    }
-
-    pub(super) fn free(&mut self, id: TensorId) {
-        self.table.remove(id);
-        self.seals.remove(id);
-        let tensor = TensorIr {
-            id,
-            shape: Shape::from(vec![0]),
-            status: TensorStatus::ReadWrite,
-            dtype: DType::F32,
-        };
-        self.interpreter.register_op(OperationIr::Drop(tensor));
     }
 
     /// Makes the constants of a graph available, and frees the constants of the previous graph.
@@ -487,27 +404,6 @@ impl<B: BackendIr> Executor<B> {
         };
         let handle = catch_unwind(AssertUnwindSafe(|| self.interpreter.get_tensor(&tensor)));
         Some(Address::of::<B>(output.id, &handle.ok()?))
-    }
-
-    fn count(&mut self, id: TensorId) {
-        let Some((shape, dtype)) = self.present.get(&id) else {
-            return;
-        };
-        let tensor = TensorIr {
-            id,
-            shape: Shape::from(shape.clone()),
-            status: TensorStatus::ReadOnly,
-            dtype: *dtype,
-        };
-        let handle = self.interpreter.get_tensor(&tensor);
-        let place = Address::of::<B>(id, &handle);
-        self.table.insert(id, place);
-    }
-}
-
-fn missing(id: TensorId) -> Error {
-    Error::Missing {
-        what: format!("value {}", id.value()),
     }
 }
 

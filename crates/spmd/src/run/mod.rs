@@ -9,6 +9,7 @@ mod collective;
 mod executor;
 mod failed;
 mod finish;
+mod given;
 mod memory;
 mod patched;
 mod random;
