@@ -1,55 +1,97 @@
-//! The progress bar.
+//! The progress of a run: a bar on a terminal, and now and then a line in a log.
 
+use std::cell::Cell;
 use std::fmt::Write;
+use std::io::{self, IsTerminal};
+use std::time::{Duration, Instant};
 
 use burn_fsdp_runs::StepLine;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::console;
 use crate::train::config::TrainConfig;
 
 const MIB: f64 = (1 << 20) as f64;
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
-/// A progress bar on stderr, shown on one rank, if stderr is a terminal.
-pub(crate) struct Progress(ProgressBar);
+/// The time between two lines in a log.
+const LINE_EVERY: Duration = Duration::from_secs(30);
+
+/// The progress of a run on stderr, shown on one rank.
+pub(crate) enum Progress {
+    Hidden,
+    /// Stderr is a terminal.
+    Bar(ProgressBar),
+    /// Stderr is a file or a pipe.
+    Lines {
+        last: Cell<Instant>,
+        num_steps: usize,
+    },
+}
 
 impl Progress {
     pub(crate) fn new(config: &TrainConfig, is_first: bool, first_step: usize) -> Self {
-        let target = if is_first && !config.json {
-            // The bar hides itself if stderr is not a terminal.
-            ProgressDrawTarget::stderr()
-        } else {
-            ProgressDrawTarget::hidden()
-        };
-        let bar = ProgressBar::with_draw_target(Some(config.num_steps() as u64), target);
+        if !is_first || config.json {
+            return Self::Hidden;
+        }
+        if !io::stderr().is_terminal() {
+            return Self::Lines {
+                last: Cell::new(Instant::now()),
+                num_steps: config.num_steps(),
+            };
+        }
+        let bar = ProgressBar::new(config.num_steps() as u64);
         let style = ProgressStyle::with_template(TEMPLATE);
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_position(first_step as u64);
-        Self(bar)
+        Self::Bar(bar)
     }
 
-    /// Returns true if the bar is visible.
+    /// Returns true if the next step is shown.
     pub(crate) fn is_shown(&self) -> bool {
-        !self.0.is_hidden()
+        match self {
+            Self::Hidden => false,
+            Self::Bar(bar) => !bar.is_hidden(),
+            Self::Lines { last, .. } => last.get().elapsed() >= LINE_EVERY,
+        }
     }
 
-    /// Advances the bar by a step.
+    /// Shows a completed step.
     pub(crate) fn step(&self, line: &StepLine) {
-        let mut message = format!("loss {:.4}", line.loss);
-        if let Some(tokens) = line.tokens_per_s {
-            let _ = write!(message, ", {tokens:.0} tokens/s");
+        match self {
+            Self::Bar(bar) => {
+                bar.set_message(described(line));
+                bar.inc(1);
+            }
+            Self::Lines { last, num_steps } if self.is_shown() => {
+                last.set(Instant::now());
+                let message = described(line);
+                console::tell(format_args!(
+                    "step {}/{num_steps}, {message}",
+                    line.step + 1
+                ));
+            }
+            Self::Hidden | Self::Lines { .. } => {}
         }
-        if let Some(bytes) = line.rss_bytes {
-            let _ = write!(message, ", {:.0} MiB", bytes as f64 / MIB);
-        }
-        self.0.set_message(message);
-        self.0.inc(1);
     }
+}
+
+fn described(line: &StepLine) -> String {
+    let mut message = format!("loss {:.4}", line.loss);
+    if let Some(tokens) = line.tokens_per_s {
+        let _ = write!(message, ", {tokens:.0} tokens/s");
+    }
+    if let Some(bytes) = line.rss_bytes {
+        let _ = write!(message, ", {:.0} MiB", bytes as f64 / MIB);
+    }
+    message
 }
 
 impl Drop for Progress {
     /// Removes the bar, even when a rank fails, so that the message has its own line.
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        if let Self::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
     }
 }
