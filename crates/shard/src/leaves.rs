@@ -1,4 +1,4 @@
-//! Detects ranks that share an autodiff leaf and would wait for each other's backward.
+//! The parameters that a backward may reach. Detects ranks that share an autodiff leaf and would wait for each other's backward.
 //!
 //! Burn locks all graphs that share a leaf during the backward of any of them. If ranks are threads and hold clones of
 //! one parameter, they would block each other, each in the middle of operations that need the other. Managed and
@@ -11,12 +11,13 @@ use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use burn::backend::autodiff::NodeId;
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::Error;
-use crate::inspect;
+use crate::inspect::{self, Member};
 use crate::op;
 use crate::path::{self, Location};
 
@@ -41,18 +42,16 @@ impl Drop for Claim {
     }
 }
 
-/// Claims, for rank `rank` of `num_ranks`, the leaves of `module` that no unit manages. If there are any, returns once
+/// Claims, for rank `rank` of `num_ranks`, the leaves of a module that no unit manages. If there are any, returns once
 /// all ranks have claimed theirs, or after a short time.
 ///
 /// # Errors
 ///
 /// [`Error::SharedLeaf`] if another rank of this process has claimed one of them.
-pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Result<Claim, Error> {
-    let mut leaves = Leaves::default();
-    inspect::visit(module, &mut leaves);
+pub(crate) fn claim(leaves: &[Leaf], rank: usize, num_ranks: usize) -> Result<Claim, Error> {
     let mut guard = CLAIMED.lock();
     let claimed = guard.get_or_insert_default();
-    for (path, node) in &leaves.found {
+    for Leaf { path, node, .. } in leaves {
         if let Some(peer) = claimed.get(node).filter(|peer| **peer != rank) {
             return Err(Error::SharedLeaf {
                 path: path.clone(),
@@ -61,7 +60,7 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Res
             });
         }
     }
-    let nodes = leaves.found.into_iter().map(|(_, node)| node);
+    let nodes = leaves.iter().map(|leaf| leaf.node);
     let nodes: Vec<_> = nodes.filter(|node| !claimed.contains_key(node)).collect();
     claimed.extend(nodes.iter().map(|node| (*node, rank)));
     if !nodes.is_empty() {
@@ -78,17 +77,51 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Res
     Ok(Claim(nodes))
 }
 
-/// Returns true if any parameter of `module`, sharded or not, requires a gradient.
-pub(crate) fn is_any_trained<M: Module>(module: &M) -> bool {
-    let mut leaves = Leaves::default();
-    let members = inspect::visit(module, &mut leaves);
-    let mut members = members.iter();
-    !leaves.found.is_empty() || members.any(|member| member.generation.is_trainable(member.index))
+/// A trained parameter of a module that is not a stand-in for a shard.
+pub(crate) struct Leaf {
+    pub(crate) path: String,
+    pub(crate) id: ParamId,
+    pub(crate) is_empty: bool,
+    node: NodeId,
+    /// Returns true if the gradients contain this parameter's.
+    has_gradient: fn(&GradientsParams, ParamId) -> bool,
+}
+
+impl Leaf {
+    pub(crate) fn has_gradient(&self, gradients: &GradientsParams) -> bool {
+        (self.has_gradient)(gradients, self.id)
+    }
+}
+
+/// The parameters of a module that a backward may reach, found in one walk.
+pub(crate) struct Reachable {
+    /// The sharded parameters, as [`inspect::members`] returns them.
+    pub(crate) members: Vec<Member>,
+    pub(crate) leaves: Vec<Leaf>,
+}
+
+impl Reachable {
+    pub(crate) fn of<M: Module>(module: &M) -> Self {
+        let mut leaves = Leaves::default();
+        let mut members = inspect::visit(module, &mut leaves);
+        members.retain(|member| !member.is_tied);
+        Self {
+            members,
+            leaves: leaves.found,
+        }
+    }
+
+    /// Returns true if any parameter, sharded or not, requires a gradient.
+    pub(crate) fn is_any_trained(&self) -> bool {
+        let mut members = self.members.iter();
+        !self.leaves.is_empty()
+            || members.any(|member| member.generation.is_trainable(member.index))
+    }
 }
 
 #[derive(Default)]
 struct Leaves {
-    found: Vec<(String, NodeId)>,
+    found: Vec<Leaf>,
 }
 
 impl path::Visitor for Leaves {
@@ -99,7 +132,13 @@ impl path::Visitor for Leaves {
         // A stand-in has no gradient.
         let value = param.base();
         if value.is_autodiff() && value.is_require_grad() {
-            self.found.push((place.path(), op::node_of(value)));
+            self.found.push(Leaf {
+                path: place.path(),
+                id: param.id,
+                is_empty: value.shape().num_elements() == 0,
+                node: op::node_of(value),
+                has_gradient: |gradients, id| gradients.get::<D>(id).is_some(),
+            });
         }
     }
 }

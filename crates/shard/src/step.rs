@@ -9,8 +9,8 @@ use burn::tensor::{DType, Gradients, Tensor};
 
 use crate::copies::Generation;
 use crate::error::Error;
-use crate::inspect;
-use crate::leaves;
+use crate::inspect::{self, Member};
+use crate::leaves::{self, Leaf, Reachable};
 use crate::op::Reduced;
 use crate::probes::Subject;
 use crate::root::Root;
@@ -48,11 +48,12 @@ pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
 ) -> Result<GradientsParams, Error> {
-    let roots = inspect::roots_of(module)?;
+    let reachable = Reachable::of(module);
+    let roots = inspect::roots_among(&reachable.members)?;
     let result = catch_unwind(AssertUnwindSafe(|| {
         catch(|| {
             seal_running_states(module, &roots[0])?;
-            reduced_gradients(loss, module, &roots)
+            reduced_gradients(loss, module, reachable, &roots)
         })
         .and_then(|result| result)
     }));
@@ -68,12 +69,13 @@ pub fn backward<M: Module, const D: usize>(
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
+    mut reachable: Reachable,
     roots: &[Arc<Root>],
 ) -> Result<GradientsParams, Error> {
-    let mut begun = Begun::new(&loss, module, roots)?;
+    let mut begun = Begun::new(&loss, &mut reachable, roots)?;
     let mut gradients = differentiated(loss)?;
     begun.finish_unused(&mut gradients, module, roots)?;
-    begun.end(gradients, module, roots)
+    begun.end(gradients, module, (&reachable.members, roots))
 }
 
 /// A backward of a module's roots that has begun.
@@ -82,25 +84,30 @@ pub(crate) struct Begun {
     finished: Vec<u64>,
     /// The indices of the roots that the loss does not use on this rank.
     unused: Vec<usize>,
+    /// The trained parameters outside of all units.
+    leaves: Vec<Leaf>,
     _claim: Option<leaves::Claim>,
 }
 
 impl Begun {
-    pub(crate) fn new<M: Module, const D: usize>(
+    /// Begins a backward. Takes the leaves of the module.
+    pub(crate) fn new<const D: usize>(
         loss: &Tensor<D>,
-        module: &M,
+        reachable: &mut Reachable,
         roots: &[Arc<Root>],
     ) -> Result<Self, Error> {
-        if !loss.is_tracked() || !leaves::is_any_trained(module) {
+        if !loss.is_tracked() || !reachable.is_any_trained() {
             return Err(Error::NoGraph);
         }
+        let leaves = std::mem::take(&mut reachable.leaves);
         let is_first = roots.iter().all(|root| root.num_finished() == 0);
         let group = &roots[0].group;
-        let claim = is_first.then(|| leaves::claim(module, group.world_rank(), group.size()));
+        let claim = is_first.then(|| leaves::claim(&leaves, group.world_rank(), group.size()));
         Ok(Self {
             _claim: claim.transpose()?,
             finished: roots.iter().map(|root| root.num_finished()).collect(),
             unused: Vec::new(),
+            leaves,
         })
     }
 
@@ -129,21 +136,21 @@ impl Begun {
         Ok(())
     }
 
-    /// Returns the gradients of the module's parameters, after the last audits.
+    /// Returns the gradients of the module's parameters, after the last audits. `members` are its sharded parameters.
     pub(crate) fn end<M: Module>(
         self,
         gradients: Gradients,
         module: &M,
-        roots: &[Arc<Root>],
+        (members, roots): (&[Member], &[Arc<Root>]),
     ) -> Result<GradientsParams, Error> {
         // Burn's backward has ended the audits of the others.
         for index in self.unused {
             roots[index].end_audit()?;
         }
         let mut gradients = GradientsParams::from_grads(gradients, module);
-        unmanaged::refuse(module, roots, &gradients)?;
+        unmanaged::refuse(&self.leaves, roots, &gradients)?;
         if !gradients.is_empty() {
-            register_probes(module, roots, &mut gradients);
+            register_probes(members, roots, &mut gradients);
         }
         Ok(gradients)
     }
@@ -151,8 +158,7 @@ impl Begun {
 
 /// Registers the probes that try an optimizer at its first step, for each root. Called in each step, because a
 /// parameter may have become trainable since the last one.
-fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
-    let members = inspect::members(module);
+fn register_probes(members: &[Member], roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     for root in roots {
         let own = members
             .iter()

@@ -16,6 +16,7 @@ use crate::ambient;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::inspect;
+use crate::leaves::Reachable;
 use crate::op::Reduced;
 use crate::parameter::part::{self, Parameters, Part};
 use crate::probes::Trial;
@@ -183,7 +184,7 @@ impl<M: Module + 'static> Stepper<M> {
     ) -> Result<M, Error> {
         let mut begun = self.with_module(|module| {
             seal_running_states(module, &roots[0])?;
-            Begun::new(&loss, module, roots)
+            Begun::new(&loss, &mut Reachable::of(module), roots)
         })?;
         for root in roots {
             root.step_along(Some(self.clone()));
@@ -193,7 +194,10 @@ impl<M: Module + 'static> Stepper<M> {
         for root in roots {
             root.step_complete_units()?;
         }
-        let gradients = self.with_module(|module| begun.end(gradients, module, roots))?;
+        // The module has been updated, so its parameters are other tensors than before.
+        let gradients = self.with_module(|module| {
+            begun.end(gradients, module, (&inspect::members(module), roots))
+        })?;
         let mut held = self.held.lock();
         let rest = Part::Except(mem::take(&mut held.stepped));
         held.step(&self.learning_rate, rest, gradients);

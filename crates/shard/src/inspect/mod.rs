@@ -86,8 +86,13 @@ impl path::Visitor for Paths {
 ///
 /// [`Error::NotSharded`] if it has no sharded parameter.
 pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
+    roots_among(&members(module))
+}
+
+/// Returns the roots of these sharded parameters, like [`roots_of`].
+pub(crate) fn roots_among(members: &[Member]) -> Result<Vec<Arc<Root>>, Error> {
     let mut roots: Vec<Arc<Root>> = Vec::new();
-    for member in members(module) {
+    for member in members {
         let root = member.root_link().root().ok_or(Error::NotSharded)?;
         if !roots.iter().any(|known| Arc::ptr_eq(known, &root)) {
             roots.push(root);
