@@ -9,14 +9,14 @@ pub(crate) fn memory(
     needed: u128,
     available: u64,
 ) -> Result<(), InputError> {
-    const GIB: u128 = 1 << 30;
+    const MIB: u128 = 1 << 20;
     let available = u128::from(available);
     if needed > available {
         Err(InputError::TooLittleMemory {
             params,
             ranks,
-            needed: needed.div_ceil(GIB),
-            available: available / GIB,
+            needed: needed.div_ceil(MIB),
+            available: available / MIB,
         })
     } else {
         Ok(())

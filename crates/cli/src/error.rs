@@ -269,8 +269,8 @@ pub(crate) enum InputError {
     TooManyTokens,
 
     #[error(
-        "{params} parameters on {ranks} ranks need at least {needed} GiB of memory, but this process may use \
-         {available} GiB; choose a smaller model or batch"
+        "{params} parameters on {ranks} ranks need at least {needed} MiB of memory, but this process may use \
+         {available} MiB; choose a smaller model or batch"
     )]
     TooLittleMemory {
         params: usize,

@@ -10,6 +10,10 @@ use crate::decoding::{DecodeInputs, Decoded};
 /// The numbers of new tokens of a sequence in one step. Fewer tokens are padded.
 const TIMES: [usize; 4] = [1, 16, 64, 256];
 
+/// The most tokens of a step that has more than the second of [`TIMES`] of a row, with padding. It limits the memory for
+/// activations.
+const MAX_TOKENS: usize = 512;
+
 /// The least number of columns.
 const MIN_ROOM: usize = 64;
 
@@ -302,21 +306,21 @@ fn columns_for(needed: usize) -> usize {
 /// continue, each of them has a step of its own, so that the others are not padded.
 fn next_pass(new: &[Vec<i64>]) -> Option<Pass> {
     let longest = new.iter().map(Vec::len).max().filter(|len| *len > 0)?;
-    let time_for = |len: usize| {
-        TIMES
-            .into_iter()
-            .find(|time| *time >= len)
-            .unwrap_or(TIMES[3])
+    let time_for = |rows: usize, len: usize| {
+        let fits = |time: &usize| *time <= TIMES[1] || rows * time <= MAX_TOKENS;
+        let mut allowed = TIMES.into_iter().filter(fits);
+        let longest = allowed.clone().max();
+        allowed.find(|time| *time >= len).or(longest).unwrap_or(1)
     };
     let several: Vec<_> = (0..new.len()).filter(|row| new[*row].len() > 1).collect();
     match several.first() {
         Some(row) if 2 * several.len() < new.len() => Some(Pass {
             rows: *row..row + 1,
-            time: time_for(new[*row].len()),
+            time: time_for(1, new[*row].len()),
         }),
         _ => Some(Pass {
             rows: 0..new.len(),
-            time: time_for(longest),
+            time: time_for(new.len(), longest),
         }),
     }
 }

@@ -143,7 +143,8 @@ mod wgpu {
         let folder = Folder::new();
         let text = "to be or not to be, that is the question. ".repeat(100);
         folder.write("text", text.as_bytes());
-        for adapters in ["", "--lora 2"] {
+        folder.report("--compile --synthetic --warmup 0 --steps 1 --save-init weights");
+        for adapters in ["", "--lora 2 --init weights"] {
             let rest = format!("--data text --warmup 0 --sample 5 {adapters}");
             let whole = folder.report(&format!("{rest} --compile --steps 4"));
             let steps = format!("steps{}", adapters.len());

@@ -780,7 +780,7 @@ fn text_is_generated_from_steps_and_adapters() {
     for (arguments, problem) in [
         (
             "adapted --init llama --ranks 2 --weights placed",
-            "merge them with `consolidate --merge`",
+            "only `consolidate --merge` adds to the weights; use --weights whole",
         ),
         ("adapted", "has only adapters; pass --init FOLDER"),
         (

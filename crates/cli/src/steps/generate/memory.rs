@@ -35,7 +35,9 @@ struct Needs {
 /// Returns the reason why weights cannot be placed, if there is one.
 fn why_not_placed(model: &ModelConfig, adapters: Option<&AdapterSizes>) -> Option<&'static str> {
     if adapters.is_some() {
-        return Some("the model has adapters; merge them with `consolidate --merge` first");
+        return Some(
+            "the model has adapters, which only `consolidate --merge` adds to the weights",
+        );
     }
     let depends = model.depends_on_length(model.seq());
     depends.then_some("the rotations of its positions depend on the length of a text")
@@ -79,8 +81,11 @@ pub(super) fn residence(
     let needs = Needs::of((model, adapters), ranks, lengths, batch)?;
     let fits = |needed| available.is_none_or(|available| needed <= u128::from(available));
     let obstacle = why_not_placed(model, adapters);
+    // Beyond the longest sequence, each new token shifts the others, and a step computes all of them.
+    let stays_short = lengths.iter().all(|len| *len <= model.seq());
     let can_be_placed = || {
         obstacle.is_none()
+            && stays_short
             && ranks.number() > 1
             && fits(needs.placed)
             && moves_less_if_placed(model, batch, ranks.number())
