@@ -170,7 +170,7 @@ fn a_model_is_pre_trained_by_the_commands_of_its_page() {
     }
     folder.write("tokenizer.json", TOKENIZER);
     let page = include_str!("../../../../docs/book/src/pre-train.md");
-    runs(page, &folder, 5);
-    exist(&folder, &["report.html"]);
+    runs(page, &folder, 7);
+    exist(&folder, &["report.html", "model.safetensors"]);
     assert!(!folder.names_in("run").is_empty());
 }
