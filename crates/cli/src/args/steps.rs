@@ -150,6 +150,13 @@ pub(crate) struct GenerateArgs {
     /// The prompt with index i, counted from 0, has a generator of its own with this seed plus i.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+}
+
+/// Where a generation runs.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PlaceArgs {
     /// Where the weights are while texts are generated
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) weights: ResidenceArg,

@@ -61,8 +61,8 @@ type Shared<M> = Mutex<Vec<(Device, M)>>;
 /// Prints the prompts and the texts that the model adds to them.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     check(&args)?;
-    let ranks = Ranks::find_or(args.ranks, || 1)?;
-    let threads = ranks.threads_of_each(args.threads)?;
+    let ranks = Ranks::find_or(args.place.ranks, || 1)?;
+    let threads = ranks.threads_of_each(args.place.threads)?;
     let given = prompts::read(&args.prompts).map_err(InputError::from)?;
     let (job, generated) = match &args.step {
         None => on_ranks(Job::new(args, None, &given, &ranks)?, &ranks, threads),
@@ -105,8 +105,8 @@ fn warn_of_rules(folder: &Path, args: &GenerateArgs) -> Result<(), InputError> {
 
 fn check(args: &GenerateArgs) -> Result<(), InputError> {
     let zeros = [
-        ("--ranks", args.ranks == Some(0)),
-        ("--deadline", args.deadline == 0),
+        ("--ranks", args.place.ranks == Some(0)),
+        ("--deadline", args.place.deadline == 0),
         ("--top-k", args.choice.top_k == Some(0)),
         ("--batch", args.prompts.batch == 0),
     ];
@@ -149,7 +149,7 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
 }
 
 fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<(Arc<Job>, Generated), Failure> {
-    let deadline = Duration::from_secs(job.args.deadline.min(1 << 31));
+    let deadline = Duration::from_secs(job.args.place.deadline.min(1 << 31));
     let config = LaunchConfig::new(ranks.number())
         .threads_per_rank(threads)
         .without_background()
@@ -208,9 +208,9 @@ impl Job {
             .collect();
         let batch = args.prompts.batch;
         let of_model = (&model, adapters.as_ref());
-        let residence = match args.device.is_host() {
-            true => memory::residence(args.weights, of_model, ranks, &lengths, batch)?,
-            false => memory::residence_on_gpu(args.weights)?,
+        let residence = match args.place.device.is_host() {
+            true => memory::residence(args.place.weights, of_model, ranks, &lengths, batch)?,
+            false => memory::residence_on_gpu(args.place.weights)?,
         };
         if let Some(folder) = &args.init
             && ranks.have_first()
@@ -233,7 +233,7 @@ impl Job {
         Ok(Self {
             stops: [&args.stop[..], &encoded.stops].concat(),
             prompts: prompts.collect(),
-            devices: ranks.devices(&args.device)?,
+            devices: ranks.devices(&args.place.device)?,
             residence,
             are_processes: ranks.are_processes(),
             args,
