@@ -83,9 +83,10 @@ impl Sample<'_> {
         }
         let start = Instant::now();
         let is_joint = decoder.is_joint();
-        let (parts, own) = match is_joint {
-            true => (1, 0),
-            false => (world.size(), world.rank()),
+        let (parts, own) = if is_joint {
+            (1, 0)
+        } else {
+            (world.size(), world.rank())
         };
         let mut queue = Queue::new(prompts.len(), parts, batch);
         let mut active = Active::new(self, prompts);

@@ -221,9 +221,12 @@ impl DecodeRows {
             Tensor::<4, Bool>::from_data(TensorData::new(hidden, shape), device)
         };
         let is_all = num_rows == self.rows.len();
-        let own = |tensor: &Tensor<4>| match is_all {
-            true => tensor.clone(),
-            false => tensor.clone().narrow(0, pass.rows.start, num_rows),
+        let own = |tensor: &Tensor<4>| {
+            if is_all {
+                tensor.clone()
+            } else {
+                tensor.clone().narrow(0, pass.rows.start, num_rows)
+            }
         };
         DecodeInputs {
             tokens: of_pass(padded),

@@ -208,9 +208,10 @@ impl Job {
             .collect();
         let batch = args.prompts.batch;
         let of_model = (&model, adapters.as_ref());
-        let residence = match args.place.device.is_host() {
-            true => memory::residence(args.place.weights, of_model, ranks, &lengths, batch)?,
-            false => memory::residence_on_gpu(args.place.weights)?,
+        let residence = if args.place.device.is_host() {
+            memory::residence(args.place.weights, of_model, ranks, &lengths, batch)?
+        } else {
+            memory::residence_on_gpu(args.place.weights)?
         };
         if let Some(folder) = &args.init
             && ranks.have_first()

@@ -132,9 +132,10 @@ impl Needs {
         let columns = longest
             .first()
             .map_or(0, |len| DecodeRows::most_columns(*len));
-        let copies = match model.kv_heads().is_multiple_of(ranks.number()) {
-            true => (ranks.of_process() as u128).div_ceil(ranks.number() as u128),
-            false => ranks.of_process() as u128,
+        let copies = if model.kv_heads().is_multiple_of(ranks.number()) {
+            (ranks.of_process() as u128).div_ceil(ranks.number() as u128)
+        } else {
+            ranks.of_process() as u128
         };
         let rows = of_token.saturating_mul((batch.min(lengths.len()) * columns) as u128);
         let parts = shards + vectors_of(model)?;
