@@ -772,14 +772,11 @@ fn text_is_generated_from_steps_and_adapters() {
     );
     copies_tokenizer_and_token_ids(&folder, &whole);
     // Each rank reads its rows and columns of a saved step.
-    for ranks in [2, 3] {
-        let placed = format!("--ranks {ranks} --weights placed");
-        let from_step = text(&format!("whole --tokenizer llama/tokenizer.json {placed}"));
-        assert_eq!(from_step, whole, "{placed}");
-    }
+    let placed = text("whole --tokenizer llama/tokenizer.json --weights placed");
+    assert_eq!(placed, whole);
     for (arguments, problem) in [
         (
-            "adapted --init llama --ranks 2 --weights placed",
+            "adapted --init llama --weights placed",
             "only `consolidate --merge` adds to the weights; use --weights whole",
         ),
         ("adapted", "has only adapters; pass --init FOLDER"),
