@@ -82,31 +82,19 @@ pub(crate) fn read_part<A: Architecture>(
     Ok(values.map(|values| TensorData::new(values, part.shape.clone())))
 }
 
-/// The most elements that are read at once for a region that is a box.
-const MAX_READ: usize = 1 << 20;
-
-/// Reads a region of a parameter of this shape. For some columns of a matrix, it reads whole rows, some at a time.
+/// Reads a region of a parameter.
 pub(crate) fn read_region<A: Architecture>(
     weights: &WeightsFile<A>,
     path: &str,
-    shape: &[usize],
     region: &Region,
 ) -> Result<Vec<f32>, RankError> {
-    let (offsets, sizes) = match region {
-        Region::Flat(range) => return Ok(weights.read(path, range.clone())?),
-        Region::Box { offsets, sizes } => (offsets, sizes),
-    };
-    let ([_, width], [top, left], [rows, columns]) = (shape, &offsets[..], &sizes[..]) else {
-        unreachable!("the command divides matrices only, but this is {region} of {shape:?}");
-    };
-    let at_once = (MAX_READ / width.max(&1)).max(1);
-    let mut values = Vec::with_capacity(rows * columns);
-    for start in (0..*rows).step_by(at_once) {
-        let end = (start + at_once).min(*rows);
-        let read = weights.read(path, (top + start) * width..(top + end) * width)?;
-        for row in read.chunks(*width) {
-            values.extend_from_slice(&row[*left..left + columns]);
+    match region {
+        Region::Flat(range) => Ok(weights.read(path, range.clone())?),
+        Region::Box { offsets, sizes } => {
+            let ([0, left], [_, columns]) = (&offsets[..], &sizes[..]) else {
+                unreachable!("the command divides matrices only, but this is {region}");
+            };
+            Ok(weights.read_columns(path, *left..left + columns)?)
         }
     }
-    Ok(values)
 }

@@ -257,10 +257,7 @@ impl DecodeRows {
         let longest = self.rows.iter().map(|row| row.num_tokens).max();
         let longest = longest.unwrap_or_default();
         let needed = longest + added;
-        let wanted = (needed + needed / 4)
-            .next_power_of_two()
-            .max(MIN_ROOM)
-            .max(room);
+        let wanted = columns_for(needed).max(room);
         let RowsForm {
             heads,
             head_dim,

@@ -114,17 +114,30 @@ impl StoredTensor {
         self.spec.shape.iter().product()
     }
 
-    /// Reads a range of the elements of the module's parameter, in the module's row-major order.
-    pub(crate) fn read(&self, range: Range<usize>) -> io::Result<Elements> {
-        let mut elements = Elements {
+    /// Reads a range of the elements in the file's order.
+    pub(crate) fn read_in_file_order(&self, range: Range<usize>) -> io::Result<Elements> {
+        let (mut elements, mut file) = self.begin(&range)?;
+        file.read_in_order(&mut elements, range)?;
+        Ok(elements)
+    }
+
+    /// Returns room for the elements of a range, and a reader.
+    fn begin(&self, range: &Range<usize>) -> io::Result<(Elements, Requests<'_>)> {
+        let elements = Elements {
             values: vec![0.0; range.len()],
             traffic: Traffic::default(),
         };
-        let mut file = Requests {
+        let file = Requests {
             file: self.file.reopen()?,
             tensor: self,
             bytes: Vec::new(),
         };
+        Ok((elements, file))
+    }
+
+    /// Reads a range of the elements of the module's parameter, in the module's row-major order.
+    pub(crate) fn read(&self, range: Range<usize>) -> io::Result<Elements> {
+        let (mut elements, mut file) = self.begin(&range)?;
         if range.is_empty() {
             return Ok(elements);
         }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,6 +37,9 @@ pub struct WeightsFile<A: Architecture = GptConfig> {
     num_requests: AtomicU64,
     num_bytes_requested: AtomicU64,
 }
+
+/// The most elements of whole rows that are read at once for some of their columns.
+const MAX_ELEMENTS: usize = 1 << 20;
 
 /// A tensor that must equal a parameter.
 #[derive(Debug)]
@@ -186,12 +190,62 @@ impl<A: Architecture> WeightsFile<A> {
         }
     }
 
+    /// Reads these columns of the matrix at `path` in the module, `[rows, columns]`, in row-major order. If files have the
+    /// matrix transposed, the columns are rows there, and only they are read. Otherwise whole rows are read, some at a time.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read). Also [`ModelError::NoParameter`] for a parameter that is not a matrix.
+    pub fn read_columns(&self, path: &str, columns: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.get(path);
+        let shape = stored.map(|stored| stored.spec.module_shape());
+        let (Some(stored), Some(&[rows, width])) = (stored, shape.as_deref()) else {
+            return Err(ModelError::NoParameter {
+                parameter: path.to_owned(),
+                range: columns,
+                num_elements: stored.map(StoredTensor::num_elements),
+            });
+        };
+        if columns.start > columns.end || columns.end > width {
+            return Err(ModelError::NoParameter {
+                parameter: path.to_owned(),
+                range: columns,
+                num_elements: Some(stored.num_elements()),
+            });
+        }
+        let mut values = Vec::with_capacity(rows * columns.len());
+        if stored.spec.is_transposed {
+            let range = columns.start * rows..columns.end * rows;
+            let read = self.counted(stored.read_in_file_order(range))?;
+            for row in 0..rows {
+                values.extend(read.iter().skip(row).step_by(rows));
+            }
+            return Ok(values);
+        }
+        let at_once = (MAX_ELEMENTS / width.max(1)).max(1);
+        for start in (0..rows).step_by(at_once) {
+            let end = (start + at_once).min(rows);
+            for row in self
+                .read(path, start * width..end * width)?
+                .chunks(width.max(1))
+            {
+                values.extend_from_slice(&row[columns.clone()]);
+            }
+        }
+        Ok(values)
+    }
+
     fn read_stored(
         &self,
         stored: &StoredTensor,
         range: Range<usize>,
     ) -> Result<Vec<f32>, ModelError> {
-        let elements = stored.read(range).map_err(|source| ModelError::File {
+        self.counted(stored.read(range))
+    }
+
+    /// Counts the traffic of a read, and returns its values.
+    fn counted(&self, elements: io::Result<Elements>) -> Result<Vec<f32>, ModelError> {
+        let elements = elements.map_err(|source| ModelError::File {
             path: self.path.clone(),
             source,
         })?;

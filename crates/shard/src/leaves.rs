@@ -1,4 +1,6 @@
-//! The parameters that a backward may reach. Detects ranks that share an autodiff leaf and would wait for each other's backward.
+//! The parameters that a backward may reach, and the check that no other rank waits for one of them.
+//!
+//! Ranks that share an autodiff leaf would wait for each other's backward.
 //!
 //! Burn locks all graphs that share a leaf during the backward of any of them. If ranks are threads and hold clones of
 //! one parameter, they would block each other, each in the middle of operations that need the other. Managed and

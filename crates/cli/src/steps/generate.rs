@@ -288,7 +288,8 @@ impl Job {
         sample.continue_all(&mut decoder, &self.prompts, batch, world, || false)
     }
 
-    /// Returns where the weights of all processes are: as wanted by the process with the least memory. Collective.
+    /// Returns where the weights of all processes are. If processes of unequal memory chose differently, weights are
+    /// sharded, which needs the least. Collective.
     fn residence_of_all(&self, world: &ProcessGroup) -> Result<Residence, RankError> {
         let own = match self.residence {
             Residence::Whole => 2,
@@ -296,10 +297,11 @@ impl Job {
             Residence::Sharded => 0,
         };
         let notes = world.exchange("residence of the weights", vec![own])?;
-        Ok(match notes.iter().flatten().min() {
-            Some(2) => Residence::Whole,
-            Some(1) => Residence::Placed,
-            _ => Residence::Sharded,
+        let is_own = notes.iter().all(|note| note[..] == [own]);
+        Ok(if is_own {
+            self.residence
+        } else {
+            Residence::Sharded
         })
     }
 
@@ -318,9 +320,7 @@ impl Job {
         PlacedDecoder::new(sizes, &self.model, sample, batch, world, |part| {
             let (path, region) = (&*part.whole.path, &part.region);
             match (&weights, &self.step) {
-                (Some(weights), _) => {
-                    weights::read_region(weights, path, &part.whole.shape, region)
-                }
+                (Some(weights), _) => weights::read_region(weights, path, region),
                 (None, Some(step)) => step_region(step, path, &part.whole.shape, region),
                 (None, None) => Err(Box::new(InputError::NoModel).into()),
             }

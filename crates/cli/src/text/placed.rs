@@ -10,7 +10,8 @@ use burn_fsdp::compile::{CompiledStep, Evaluation, Expand, Mode};
 use burn_fsdp::internals::compile::{ShardSpec, compile_from};
 use burn_fsdp::{Mesh, Placement, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::{
-    Architecture, DecodeInputs, DecodeRows, Decoded, LanguageModel, ModelConfig, RowsForm, decode,
+    Architecture, DecodeInputs, DecodeRows, Decoded, LanguageModel, ModelConfig, ParameterSpec,
+    RowsForm, decode,
 };
 
 use super::decoder::{Decoder, Sequence, known, seen_tokens};
@@ -20,7 +21,7 @@ use crate::error::RankError;
 /// The axis of the ranks.
 const AXIS: &str = "ranks";
 
-/// The most graphs that are kept: more than there are shapes.
+/// The most graphs that are kept. The number of columns only grows, so a graph that goes is not needed again.
 const NUM_GRAPHS: usize = 64;
 
 /// The tensors of [`DecodeInputs`]. Keys and values are in the last part.
@@ -53,32 +54,39 @@ fn placement<A: Architecture>(sizes: &A, path: &str, shape: &[usize], ranks: usi
             .next()
             .is_some_and(|name| sizes.cut_by_columns().contains(&name))
     };
-    let is_divisible = shape.iter().all(|size| *size >= ranks);
+    let has_enough = shape.iter().all(|size| *size >= ranks);
     match shape.len() {
-        2 if is_divisible && by_columns() => Placement::Shard(1),
-        2 if is_divisible => Placement::Shard(0),
+        2 if has_enough && by_columns() => Placement::Shard(1),
+        2 if has_enough => Placement::Shard(0),
         _ => Placement::Replicate,
     }
 }
 
-/// Returns the bytes that a rank receives, in the step of one token of each of `batch` sequences: the columns of the
-/// others, or sums of products, which cost twice as much.
+/// Returns the bytes that a rank exchanges in the step of one token of each of `batch` sequences: columns of products and
+/// of rows of the embedding, or sums of products, which cost twice as much.
 pub(crate) fn bytes_moved_by_placements<A: Architecture>(
     sizes: &A,
     batch: usize,
     ranks: usize,
 ) -> u128 {
-    let of_matrix = |path: &str, shape: &[usize]| {
-        let widest = shape.iter().copied().max().unwrap_or_default() as u128;
-        match placement(sizes, path, shape, ranks) {
-            Placement::Shard(1) => widest,
-            Placement::Shard(_) => 2 * widest,
+    let of_matrix = |spec: &ParameterSpec| {
+        let shape = spec.module_shape();
+        let placement = placement(sizes, &spec.path, &shape, ranks);
+        let into = shape.last().copied().unwrap_or_default() as u128;
+        match placement {
+            Placement::Shard(1) => into,
+            Placement::Shard(_) => 2 * into,
             _ => 0,
         }
     };
     let table = sizes.parameters();
-    let moved = table.iter().map(|spec| of_matrix(&spec.path, &spec.shape));
-    size_of::<f32>() as u128 * batch as u128 * moved.sum::<u128>()
+    let moved: u128 = table.iter().map(of_matrix).sum();
+    // A tied head multiplies with the embedding's columns, so its logits are sums.
+    let logits = match (sizes.tied_head(), table.first()) {
+        (Some(_), Some(embedding)) => 2 * embedding.shape[0] as u128,
+        _ => 0,
+    };
+    size_of::<f32>() as u128 * batch as u128 * (moved + logits)
 }
 
 impl<'a> PlacedDecoder<'a> {

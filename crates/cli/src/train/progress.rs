@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::fmt::Write;
-use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use burn_fsdp_runs::StepLine;
@@ -20,9 +19,9 @@ const LINE_EVERY: Duration = Duration::from_secs(30);
 /// The progress of a run on stderr, shown on one rank.
 pub(crate) enum Progress {
     Hidden,
-    /// Stderr is a terminal.
+    /// Stderr is a terminal that can show it.
     Bar(ProgressBar),
-    /// Stderr is a file or a pipe.
+    /// Stderr is a file, a pipe or a simple terminal.
     Lines {
         last: Cell<Instant>,
         num_steps: usize,
@@ -34,13 +33,14 @@ impl Progress {
         if !is_first || config.json {
             return Self::Hidden;
         }
-        if !io::stderr().is_terminal() {
+        let bar = ProgressBar::new(config.num_steps() as u64);
+        // It is hidden if stderr is not a terminal, or one without control sequences.
+        if bar.is_hidden() {
             return Self::Lines {
                 last: Cell::new(Instant::now()),
                 num_steps: config.num_steps(),
             };
         }
-        let bar = ProgressBar::new(config.num_steps() as u64);
         let style = ProgressStyle::with_template(TEMPLATE);
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_position(first_step as u64);
@@ -51,7 +51,7 @@ impl Progress {
     pub(crate) fn is_shown(&self) -> bool {
         match self {
             Self::Hidden => false,
-            Self::Bar(bar) => !bar.is_hidden(),
+            Self::Bar(_) => true,
             Self::Lines { last, .. } => last.get().elapsed() >= LINE_EVERY,
         }
     }

@@ -67,7 +67,9 @@ fn assert_equal_rows<A: Architecture>(
                 continue;
             }
             let want = model.next_logits(tensor(&new[row..=row]), &mut caches[row]);
-            for (got, want) in logits[row].iter().zip(values(want)) {
+            let want = values(want);
+            assert_eq!(logits[row].len(), want.len());
+            for (got, want) in logits[row].iter().zip(want) {
                 let is_close = (got - want).abs() <= 2e-5 * want.abs().max(1.0);
                 assert!(is_close, "step {step}, row {row}: {got}, {want}");
             }

@@ -130,6 +130,39 @@ fn a_share_reads_its_own_bytes() {
 }
 
 #[test]
+fn columns_are_read_alone_if_they_are_rows_of_the_file() {
+    for dtype in ["F32", "BF16"] {
+        let (folder, _) = folder(dtype);
+        let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
+        for spec in CONFIG.parameters() {
+            let shape = spec.module_shape();
+            let &[rows, width] = &shape[..] else {
+                assert!(weights.read_columns(&spec.path, 0..1).is_err());
+                continue;
+            };
+            let whole = weights.read(&spec.path, 0..rows * width).unwrap();
+            for columns in shares(width, 3) {
+                let before = weights.num_bytes_requested();
+                let read = weights.read_columns(&spec.path, columns.clone()).unwrap();
+                let own = whole.chunks(width).flat_map(|row| &row[columns.clone()]);
+                let own: Vec<f32> = own.copied().collect();
+                assert_eq!(read, own, "{}", spec.path);
+                let size = if dtype == "F32" { 4 } else { 2 };
+                let requested = weights.num_bytes_requested() - before;
+                let expected = if spec.is_transposed {
+                    own.len()
+                } else {
+                    rows * width
+                };
+                assert_eq!(requested, (size * expected) as u64, "{}", spec.path);
+            }
+            assert!(weights.read_columns(&spec.path, 0..width + 1).is_err());
+        }
+        assert!(weights.read_columns("nowhere.weight", 0..1).is_err());
+    }
+}
+
+#[test]
 fn unreadable_ranges_are_named() {
     let (folder, _) = folder("F32");
     let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();

@@ -124,6 +124,28 @@ fn the_plan_of_an_lstm_is_exact() {
     });
 }
 
+/// The caller still has the batch, so an operation that would overwrite it makes a copy.
+#[test]
+fn the_plan_of_operations_on_the_batch_is_exact() {
+    let loss = |model: &Recurrent, x: Tensor<3>| model.loss(x.div_scalar(3.0).add_scalar(0.5));
+    assert_plan_is_exact(Recurrent::new, loss, |step, device| {
+        sequences(step, 5, device)
+    });
+    let loss =
+        |model: &Encoder, x: Tensor<3>| model.loss(x.reshape([2, 2, -1, 8]).flatten(0, 1).exp());
+    assert_plan_is_exact(Encoder::new, loss, |step, device| {
+        sequences(step, 8, device)
+    });
+    // A view of more rows is copied.
+    assert_plan_is_exact(Recurrent::new, loss_of_half, |step, device| {
+        sequences(step, 5, device).narrow(0, 1, 2)
+    });
+}
+
+fn loss_of_half(model: &Recurrent, x: Tensor<3>) -> Tensor<1> {
+    model.loss(x.tanh())
+}
+
 #[test]
 fn the_plan_of_an_attention_encoder_is_exact() {
     assert_plan_is_exact(Encoder::new, Encoder::loss, |step, device| {

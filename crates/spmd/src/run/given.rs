@@ -45,7 +45,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Removes a given value, and reads it back to the host. The CPU backend copies nothing.
+    /// Removes a given value, and reads it back to the host. The CPU backend copies only memory that others also have.
     ///
     /// # Errors
     ///

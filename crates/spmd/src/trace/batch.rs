@@ -62,7 +62,7 @@ pub(crate) enum InputValue<B: BackendIr> {
     Read(TensorData),
 }
 
-/// Returns the values of a batch's tensors, in the order of their names.
+/// Returns the values of a batch's tensors, in the order of [`specs_of`].
 pub(crate) fn values_of<T: Batch, B: BackendIr>(batch: &T) -> Vec<InputValue<B>> {
     struct Values<B: BackendIr>(Vec<InputValue<B>>);
     impl<B: BackendIr> Values<B> {

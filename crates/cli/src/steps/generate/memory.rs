@@ -88,7 +88,7 @@ pub(super) fn residence(
             && stays_short
             && ranks.number() > 1
             && fits(needs.placed)
-            && moves_less_if_placed(model, batch, ranks.number())
+            && moves_less_if_placed(model, batch.min(lengths.len()), ranks.number())
     };
     let (residence, needed) = match (wanted, obstacle) {
         (ResidenceArg::Placed, Some(reason)) => return Err(InputError::NotPlaced { reason }),
@@ -132,16 +132,18 @@ impl Needs {
         let columns = longest
             .first()
             .map_or(0, |len| DecodeRows::most_columns(*len));
-        let copies = if model.kv_heads().is_multiple_of(ranks.number()) {
-            (ranks.of_process() as u128).div_ceil(ranks.number() as u128)
-        } else {
-            ranks.of_process() as u128
-        };
+        let here = ranks.of_process() as u128;
         let rows = of_token.saturating_mul((batch.min(lengths.len()) * columns) as u128);
+        let rows = rows.saturating_mul(here);
+        let rows = if model.kv_heads().is_multiple_of(ranks.number()) {
+            rows.div_ceil(ranks.number() as u128)
+        } else {
+            rows
+        };
         let parts = shards + vectors_of(model)?;
         Ok(Self {
             whole: ELEMENT * params as u128 + unit + cache,
-            placed: parts.saturating_mul(ranks.of_process() as u128) + copies * rows,
+            placed: parts.saturating_mul(here) + rows,
             sharded: (shards + unit).saturating_mul(ranks.of_process() as u128) + cache,
         })
     }

@@ -134,6 +134,8 @@ fn assert_equal_logits<A: Architecture>(name: &str, sizes: A, model: ModelConfig
         for (rank, logits) in all.iter().enumerate() {
             assert_eq!(logits[step], all[0][step], "{name}: rank {rank} differs");
         }
+        let lens = |rows: &[Vec<f32>]| rows.iter().map(Vec::len).collect::<Vec<_>>();
+        assert_eq!(lens(&all[0][step]), lens(&expected), "{name}");
         for (got, expected) in all[0][step].iter().flatten().zip(expected.iter().flatten()) {
             let is_close = (got - expected).abs() <= 1e-4 * expected.abs().max(1.0);
             assert!(
