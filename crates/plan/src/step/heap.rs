@@ -15,7 +15,7 @@ use burn_fsdp_spmd::graph::{Absent, Collective, Graph, Node, Role, Stage};
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// True if the memory is a transport buffer, or the caller's. An operation copies it instead of overwriting it.
+    /// True if the memory is a transport buffer. An operation copies it instead of overwriting it.
     is_received: bool,
     category: Category,
 }
@@ -88,15 +88,6 @@ impl Heap {
         }
         let written = self.fresh(id, Strides::contiguous(shape), None, element_size);
         self.add(written);
-    }
-
-    /// Records that the caller still has a tensor.
-    fn lend(&mut self, id: TensorId) {
-        let tensor = self.tensors.get(&id);
-        let memory = tensor.and_then(|tensor| self.memories.get_mut(&tensor.memory));
-        if let Some(memory) = memory {
-            memory.is_received = true;
-        }
     }
 
     fn category(&self, id: TensorId) -> Category {
@@ -182,7 +173,6 @@ impl Heap {
         for input in graph.inputs() {
             if let Some(value) = graph.value(*input) {
                 self.give(value.id, &value.shape, value.dtype.size());
-                self.lend(value.id);
             }
         }
         let mut plan = MemoryPlan::begin(at_rest, self.live, graph.nodes().len());
