@@ -9,14 +9,14 @@ pub(crate) fn memory(
     needed: u128,
     available: u64,
 ) -> Result<(), InputError> {
-    const MIB: u128 = 1 << 20;
+    const GIB: f64 = (1_u64 << 30) as f64;
     let available = u128::from(available);
     if needed > available {
         Err(InputError::TooLittleMemory {
             params,
             ranks,
-            needed: needed.div_ceil(MIB),
-            available: available / MIB,
+            needed: needed as f64 / GIB,
+            available: available as f64 / GIB,
         })
     } else {
         Ok(())

@@ -269,14 +269,14 @@ pub(crate) enum InputError {
     TooManyTokens,
 
     #[error(
-        "{params} parameters on {ranks} ranks need at least {needed} MiB of memory, but this process may use \
-         {available} MiB; choose a smaller model or batch"
+        "{params} parameters on {ranks} ranks need at least {needed:.2} GiB of memory, but this process may use \
+         {available:.2} GiB; choose a smaller model or batch"
     )]
     TooLittleMemory {
         params: usize,
         ranks: usize,
-        needed: u128,
-        available: u128,
+        needed: f64,
+        available: f64,
     },
 
     #[error(

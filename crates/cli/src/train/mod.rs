@@ -41,7 +41,7 @@ mod settings;
 mod share;
 mod sizes;
 #[cfg(test)]
-mod start_memory;
+pub(crate) mod start_memory;
 mod summary;
 mod trace;
 mod trainer;

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::sleep;
+use std::time::Duration;
 
 use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
@@ -15,8 +17,9 @@ use crate::train::TrainConfig;
 use crate::train::eager::Eager;
 use crate::train::{compiled, model};
 
-/// Locks the allocator, which counts bytes of the whole process, so only one of these tests may run at a time.
-fn alone() -> MutexGuard<'static, ()> {
+/// Locks the allocator, which counts bytes of the whole process, so only one of these tests, or of others with large
+/// models, may run at a time.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -33,10 +36,25 @@ fn config(arguments: &str) -> TrainConfig {
     TrainConfig::from_args(*args).unwrap_or_else(|error| panic!("{arguments}: {error}"))
 }
 
+/// Waits until the threads of earlier ranks have freed their memory, which they do with a delay, or for ten seconds.
+fn settle() {
+    let (mut last, mut same) = (0, 0);
+    for _ in 0..200 {
+        let now = HEAP.current_usage();
+        same = if now == last { same + 1 } else { 0 };
+        if same == 4 {
+            return;
+        }
+        last = now;
+        sleep(Duration::from_millis(50));
+    }
+}
+
 /// Returns the peak growth of the heap while all ranks start, and the growth that remains afterwards.
 fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
     let config = Arc::new(config(arguments));
     let ranks = LaunchConfig::new(config.ranks.number());
+    settle();
     let body = move |world| {
         let mesh = model::mesh(&config, &world)?;
         world.barrier("before")?;
