@@ -19,19 +19,22 @@ pub fn is_host_backend<B: BackendIr>() -> bool {
     TypeId::of::<B>() == TypeId::of::<Flex>()
 }
 
-/// Returns a tensor of the CPU backend as a float tensor of any backend, if that is the CPU backend, and the tensor is no view.
+/// Returns a tensor of the CPU backend as a float tensor of any backend, if that is the CPU backend and the tensor is no
+/// view.
 pub fn host_float<B: BackendIr, const D: usize>(tensor: &Tensor<D>) -> Option<HandleKind<B>> {
     let own = tensor.clone().try_into_primitive::<Flex>().ok()?;
     of_backend(own).map(HandleKind::Float)
 }
 
-/// Returns a tensor of the CPU backend as an int tensor of any backend, if that is the CPU backend, and the tensor is no view.
+/// Returns a tensor of the CPU backend as an int tensor of any backend, if that is the CPU backend and the tensor is no
+/// view.
 pub fn host_int<B: BackendIr, const D: usize>(tensor: &Tensor<D, Int>) -> Option<HandleKind<B>> {
     let own = tensor.clone().try_into_primitive::<Flex>().ok()?;
     of_backend(own).map(HandleKind::Int)
 }
 
-/// Returns a tensor of the CPU backend as a bool tensor of any backend, if that is the CPU backend, and the tensor is no view.
+/// Returns a tensor of the CPU backend as a bool tensor of any backend, if that is the CPU backend and the tensor is no
+/// view.
 pub fn host_bool<B: BackendIr, const D: usize>(tensor: &Tensor<D, Bool>) -> Option<HandleKind<B>> {
     let own = tensor.clone().try_into_primitive::<Flex>().ok()?;
     of_backend(own).map(HandleKind::Bool)

@@ -29,7 +29,7 @@ use crate::console;
 use crate::error::{Failure, InputError, PromptError, RankError};
 use crate::steps::open::with_step;
 use crate::text::{Cached, Generated, PlacedDecoder, Prompt, Sample};
-use crate::train::{Ranks, agree, tokenizer_of};
+use crate::train::{Ranks, agree, device_of, tokenizer_of};
 use crate::weights;
 use memory::Residence;
 pub(super) use model::{adapted_model, model_of_folder};
@@ -261,7 +261,7 @@ impl Job {
                 format!("{} prompts, hash {hash:016x}", self.prompts.len()),
             )?;
         }
-        let device = self.device(world);
+        let device = device_of(&self.devices, world.rank());
         let sample = self.sample(&device);
         let batch = self.args.prompts.batch;
         let residence = self.residence_of_all(world)?;
@@ -325,14 +325,6 @@ impl Job {
                 (None, None) => Err(Box::new(InputError::NoModel).into()),
             }
         })
-    }
-
-    /// Returns the device of a rank.
-    fn device(&self, world: &ProcessGroup) -> Device {
-        match self.devices.as_slice() {
-            [device] => device.clone(),
-            devices => devices[world.rank()].clone(),
-        }
     }
 
     /// Returns the model without shards.

@@ -25,7 +25,7 @@ use crate::train::data::Data;
 use crate::train::documents;
 use crate::train::fault;
 use crate::train::metrics::MetricFiles;
-use crate::train::ranks::Ranks;
+use crate::train::ranks::{Ranks, device_of};
 use crate::train::recipe::Recipe;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
@@ -280,10 +280,7 @@ impl TrainConfig {
 
     /// Returns the device, without autodiff, on which a rank of this process computes.
     pub(crate) fn device(&self, world: &ProcessGroup) -> Device {
-        match self.devices.as_slice() {
-            [device] => device.clone(),
-            devices => devices[world.rank()].clone(),
-        }
+        device_of(&self.devices, world.rank())
     }
 
     /// Returns a rank's rows of each global batch.

@@ -49,6 +49,6 @@ mod utilization;
 
 pub(crate) use chat_files::ChatFiles;
 pub(crate) use config::TrainConfig;
-pub(crate) use ranks::{Ranks, agree, let_launcher_hear, machines};
+pub(crate) use ranks::{Ranks, agree, device_of, let_launcher_hear, machines};
 pub(crate) use run::run;
 pub(crate) use settings::tokenizer_of;

@@ -115,6 +115,14 @@ impl Ranks {
     }
 }
 
+/// Returns the device of a rank, among those that [`Ranks::devices`] found in its process.
+pub(crate) fn device_of(devices: &[Device], rank: usize) -> Device {
+    match devices {
+        [device] => device.clone(),
+        devices => devices[rank].clone(),
+    }
+}
+
 /// Returns the default number of ranks that are threads. It is one under a launcher that started one process.
 fn threads() -> usize {
     let sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];

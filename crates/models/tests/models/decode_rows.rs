@@ -6,12 +6,12 @@ use std::convert::Infallible;
 use burn::tensor::Device;
 use burn_fsdp_models::{
     Architecture, AttentionScores, DecodeInputs, DecodeRows, KeyValueCache, LanguageModel,
-    LlamaConfig, LlamaVariant, RopeScaling, RowsForm, SlidingWindow, decode,
+    RopeScaling, RowsForm, SlidingWindow, decode,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::key_values::{GPT, GPT2, LLAMA, model, tensor, values};
+use crate::key_values::{GPT, GPT2, LLAMA, llama_with, model, tensor, values};
 
 const ROWS: usize = 4;
 const SEQ: usize = 400;
@@ -84,16 +84,8 @@ fn rows_are_decoded_as_each_sequence_alone() {
     let gpt = (GPT.layers, GPT.heads, GPT.dim / GPT.heads);
     let gpt2 = (GPT2.layers, GPT2.heads, GPT2.dim / GPT2.heads);
     let llama = (LLAMA.layers, LLAMA.kv_heads, LLAMA.head_dim());
-    let with = |rope_scaling, scores| LlamaConfig {
-        variant: LlamaVariant {
-            rope_scaling,
-            scores,
-            ..LLAMA.variant
-        },
-        ..LLAMA
-    };
     let plain = LLAMA.variant.scores;
-    let windowed = with(
+    let windowed = llama_with(
         RopeScaling::None,
         AttentionScores {
             window: SlidingWindow::All { size: 7 },
@@ -102,7 +94,7 @@ fn rows_are_decoded_as_each_sequence_alone() {
         },
     );
     // Its rotations do not change up to the maximum length.
-    let dynamic = with(RopeScaling::Dynamic { factor: 2.0 }, plain);
+    let dynamic = llama_with(RopeScaling::Dynamic { factor: 2.0 }, plain);
     for seed in 0..3 {
         let shapes = [
             assert_equal_rows(GPT, gpt, None, seed),

@@ -180,6 +180,18 @@ fn assert_equal_together<A: Architecture>(sizes: A) {
     assert_eq!(sequences.map(|tokens| tokens.len()), [19, 6, 13]);
 }
 
+/// Returns [`LLAMA`] with other positions and scores.
+pub(crate) fn llama_with(rope_scaling: RopeScaling, scores: AttentionScores) -> LlamaConfig {
+    LlamaConfig {
+        variant: LlamaVariant {
+            rope_scaling,
+            scores,
+            ..LLAMA.variant
+        },
+        ..LLAMA
+    }
+}
+
 #[test]
 fn sequences_of_unequal_lengths_run_together() {
     assert_equal_together(GPT);
@@ -187,12 +199,7 @@ fn sequences_of_unequal_lengths_run_together() {
     assert_equal_together(LLAMA);
     let with = |rope_scaling, scores| LlamaConfig {
         seq: 8,
-        variant: LlamaVariant {
-            rope_scaling,
-            scores,
-            ..LLAMA.variant
-        },
-        ..LLAMA
+        ..llama_with(rope_scaling, scores)
     };
     let plain = LLAMA.variant.scores;
     let window = SlidingWindow::All { size: 4 };
