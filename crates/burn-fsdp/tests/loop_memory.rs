@@ -3,8 +3,8 @@
 #![cfg(feature = "train")]
 
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
@@ -23,8 +23,9 @@ use burn::train::{
 };
 use burn_fsdp::checkpoint::snapshot;
 
+use burn_fsdp::compile::Options;
 use burn_fsdp::train::{FullySharded, Lent};
-use burn_fsdp::{LaunchConfig, Mesh, ShardPolicy, backward, fully_shard, launch};
+use burn_fsdp::{LaunchConfig, Mesh, ShardPolicy, Strategy, backward, fully_shard, launch};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -41,6 +42,8 @@ const MODEL: usize = LAYERS * UNIT;
 /// bookkeeping. The bookkeeping does not grow with the layers: each rank's data for the trial of the optimizer at each
 /// parameter already takes some MiB.
 const IN_FLIGHT: usize = RANKS * 6 * UNIT + (10 << 20);
+/// The same for compiled steps, which gather the next unit during a unit's forward.
+const IN_FLIGHT_COMPILED: usize = RANKS * 8 * UNIT + (10 << 20);
 
 /// The bytes before the training, and the maximum while ..
 static BEFORE: AtomicUsize = AtomicUsize::new(0);
@@ -48,8 +51,8 @@ static BEFORE: AtomicUsize = AtomicUsize::new(0);
 static AT_START: AtomicUsize = AtomicUsize::new(0);
 /// .. an epoch was saved.
 static IN_SAVE: AtomicUsize = AtomicUsize::new(0);
-/// True once a step has begun.
-static STEPS: AtomicUsize = AtomicUsize::new(0);
+/// The number of training batches that have been read.
+static READ: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the peak memory of the training since the last call.
 fn taken() -> usize {
@@ -89,9 +92,6 @@ impl TrainStep for Stack {
     type Output = RegressionOutput;
 
     fn step(&self, batch: Tensor<2>) -> TrainOutput<RegressionOutput> {
-        if STEPS.fetch_add(1, Ordering::SeqCst) == 0 {
-            AT_START.store(taken(), Ordering::SeqCst);
-        }
         let output = self.forward(batch);
         TrainOutput::new(self, output.loss.backward(), output)
     }
@@ -102,18 +102,28 @@ impl InferenceStep for Stack {
     type Output = RegressionOutput;
 
     fn step(&self, batch: Tensor<2>) -> RegressionOutput {
-        let output = self.forward(batch);
-        // The save follows the last validation.
-        taken();
-        output
+        self.forward(batch)
     }
 }
 
-#[derive(Clone)]
-struct Rows;
+/// Both engines read a batch before they compute with it.
+#[derive(Debug, Clone, Copy)]
+enum Rows {
+    Trained,
+    Validated,
+}
 
 impl Batcher<f32, Tensor<2>> for Rows {
     fn batch(&self, rows: Vec<f32>, device: &Device) -> Tensor<2> {
+        match self {
+            // No rank reads its second batch before all have their first.
+            Self::Trained if READ.fetch_add(1, Ordering::SeqCst) + 1 == RANKS => {
+                AT_START.store(taken(), Ordering::SeqCst);
+            }
+            Self::Trained => {}
+            // The save follows the last validation.
+            Self::Validated => drop(taken()),
+        }
         let rows = rows
             .into_iter()
             .map(|x| Tensor::<1>::full([DIM], x, device));
@@ -144,13 +154,23 @@ impl EarlyStoppingStrategy for Measured {
     }
 }
 
-fn train(folder: &Path, epochs: usize, from: Option<usize>) {
-    let loader = |items| {
-        let builder = DataLoaderBuilder::new(Rows).batch_size(2);
+#[derive(Debug, Clone, Copy)]
+enum Engine {
+    Eager,
+    Compiled,
+}
+
+fn train(engine: Engine, folder: &Path, epochs: usize, from: Option<usize>) {
+    let loader = |rows, items| {
+        let builder = DataLoaderBuilder::new(rows).batch_size(2);
         builder.build(Numbers(items))
     };
+    let loaders = (
+        loader(Rows::Trained, 4 * RANKS),
+        loader(Rows::Validated, RANKS),
+    );
     let training: SupervisedTraining<Lent<Stack>> =
-        SupervisedTraining::new(folder, loader(4 * RANKS), loader(RANKS));
+        SupervisedTraining::new(folder, loaders.0, loaders.1);
     let training = training
         .metric_train_numeric(LossMetric::new())
         .metric_valid_numeric(LossMetric::new())
@@ -163,15 +183,21 @@ fn train(folder: &Path, epochs: usize, from: Option<usize>) {
         Some(epoch) => training.checkpoint(epoch),
         None => training,
     };
-    for measured in [&AT_START, &IN_SAVE, &STEPS] {
+    for measured in [&AT_START, &IN_SAVE, &READ] {
         measured.store(0, Ordering::SeqCst);
     }
     BEFORE.store(HEAP.current_usage(), Ordering::SeqCst);
     HEAP.reset_peak_usage();
+    let sharded = FullySharded::new(LaunchConfig::new(RANKS)).scratch(folder.join("scratch"));
+    match engine {
+        Engine::Eager => eagerly(sharded, training),
+        Engine::Compiled => compiled(&sharded, training),
+    }
+}
+
+fn eagerly(sharded: FullySharded, training: SupervisedTraining<Lent<Stack>>) {
     let device = Device::flex().autodiff().gradient_checkpointing();
-    let sharded = FullySharded::new(LaunchConfig::new(RANKS))
-        .policy(ShardPolicy::new().units(["layers.*"]).prefetch(0))
-        .scratch(folder.join("scratch"));
+    let sharded = sharded.policy(ShardPolicy::new().units(["layers.*"]).prefetch(0));
     let optimizer = AdamWConfig::new().init();
     let end = |_: &_, _: Stack, _| Ok(());
     let result = sharded.launch_sharded(training, Stack::new(&device), optimizer, 1e-3, end);
@@ -180,25 +206,50 @@ fn train(folder: &Path, epochs: usize, from: Option<usize>) {
     assert_eq!(result.model.len(), RANKS);
 }
 
+fn compiled(sharded: &FullySharded, training: SupervisedTraining<Lent<Stack>>) {
+    let result = sharded.launch_compiled(
+        training,
+        (Stack::new, Stack::forward),
+        (AdamWConfig::new().build(), 1e-3),
+        (Strategy::FullShard, Options::default()),
+    );
+    let result = result.unwrap_or_else(|error| panic!("{error}"));
+    assert!(result.error.is_none());
+}
+
 /// One test at a time has the heap.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
 fn no_process_holds_the_whole_model_or_the_whole_state() {
-    let _alone = ALONE.lock();
-    // The amount by which each bound would fail if there were one more copy of the model somewhere.
-    const { assert!(IN_FLIGHT < MODEL, "the bounds can fail") };
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    bounded(Engine::Eager);
+}
+
+#[test]
+fn compiled_steps_hold_neither_the_whole_model_nor_the_whole_state() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    bounded(Engine::Compiled);
+}
+
+fn bounded(engine: Engine) {
+    // Each bound fails if there is one more copy of the model somewhere.
+    const { assert!(IN_FLIGHT < MODEL && IN_FLIGHT_COMPILED < MODEL) };
+    let in_flight = match engine {
+        Engine::Eager => IN_FLIGHT,
+        Engine::Compiled => IN_FLIGHT_COMPILED,
+    };
     let within = |what: &str, got: &AtomicUsize, models: usize| {
-        let (got, most) = (got.load(Ordering::SeqCst), models * MODEL + IN_FLIGHT);
+        let (got, most) = (got.load(Ordering::SeqCst), models * MODEL + in_flight);
         println!("{what}: {got} bytes of {most}");
         assert!(got >= models * MODEL, "{what} is measured: {got}");
         assert!(got <= most, "{what}: {got} bytes, {most} at most");
     };
     let folder = tempfile::tempdir().expect("a folder");
-    train(folder.path(), 2, None);
+    train(engine, folder.path(), 2, None);
     within("parameters at the start", &AT_START, 1);
     within("parameters and states in a save", &IN_SAVE, 3);
-    train(folder.path(), 3, Some(2));
+    train(engine, folder.path(), 3, Some(2));
     within("parameters and states of a checkpoint", &AT_START, 3);
     within("parameters and states in a save", &IN_SAVE, 3);
     let scratch = std::fs::read_dir(folder.path().join("scratch")).expect("it was made");
@@ -208,7 +259,7 @@ fn no_process_holds_the_whole_model_or_the_whole_state() {
 /// The parameters are shared with the training, and Burn's record of the optimizer exists in pieces.
 #[test]
 fn a_snapshot_copies_the_state_of_the_optimizer_once() {
-    let _alone = ALONE.lock();
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let ranks = LaunchConfig::new(RANKS);
     let taken = launch(ranks, |world| {
         let device = Device::flex().autodiff().gradient_checkpointing();

@@ -36,13 +36,15 @@ pub enum Error {
     /// A call of `FullySharded::launch` in one of several processes, between which it cannot send step outputs.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
-         travel between processes only if they are `Portable`; call `FullySharded::launch_among_processes`"
+         travel between processes only if they are `Portable`; call `FullySharded::{instead}`"
     )]
     TrainingAmongProcesses {
         /// The launcher that started the processes.
         launcher: String,
         /// The number of processes.
         processes: usize,
+        /// The function for processes.
+        instead: &'static str,
     },
     /// A process that has set up a different training run, in Burn's training loop.
     #[error(

@@ -422,7 +422,7 @@ pub enum Error {
     /// Ranks that do not run the same graph.
     #[error(
         "rank {rank} would run a different graph from rank 0, so no rank ran one: {difference}; give all ranks the same \
-         model, mode and batch shapes. Nothing has changed, and the next step may follow"
+         model, optimizer, learning rate, mode and batch shapes. Nothing has changed, and the next step may follow"
     )]
     GraphsDiffer {
         /// The first rank that differs.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
 use std::hash::{BuildHasher, Hash};
 
-use burn::tensor::{Bool, DType, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 /// A nest of tensors: what a loss closure receives in addition to the model, or a recomputed region receives and
 /// returns.
@@ -176,6 +176,26 @@ pub fn map_floats<B: Batch>(nest: B, mapper: &mut impl FloatMapper) -> B {
         fn exit(&mut self) {}
     }
     nest.map(&mut Floats(mapper))
+}
+
+/// Moves the tensors of a batch to a device.
+pub fn moved_to<B: Batch>(nest: B, device: &Device) -> B {
+    struct Move<'a>(&'a Device);
+    impl BatchMapper for Move<'_> {
+        fn float<const D: usize>(&mut self, _: &str, tensor: Tensor<D>) -> Tensor<D> {
+            tensor.to_device(self.0)
+        }
+        fn int<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+            tensor.to_device(self.0)
+        }
+        fn bool<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+            tensor.to_device(self.0)
+        }
+        fn fixed(&mut self, _: &str, _: &impl Hash) {}
+        fn enter(&mut self, _: &str) {}
+        fn exit(&mut self) {}
+    }
+    nest.map(&mut Move(device))
 }
 
 /// Casts the float tensors of a batch to another type. Other tensors stay unchanged.

@@ -32,7 +32,7 @@ mod medium;
 mod staging;
 mod take;
 
-pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats};
+pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats, moved_to};
 pub use device::{device_buffer, device_source, device_tensor, exchanges_on_devices};
 pub use element::{can_reduce, cast, float_type, is_half, moved_type, reduced_type, saved_type};
 pub use host::{host_bool, host_float, host_int, is_host, is_host_backend, on_host};

@@ -11,7 +11,7 @@ use crate::course::Course;
 use crate::notes::exchanged;
 use burn_fsdp_glue::error::Error;
 
-/// Checks that all ranks have set up the same training.
+/// Checks that all ranks have set up the same training. `more` names the engine's own settings, with their fingerprints.
 ///
 /// The values of the model and of the optimizer's state need not agree: all ranks get rank 0's.
 ///
@@ -20,9 +20,10 @@ pub(crate) fn check_same<M: LearnerModel>(
     world: &ProcessGroup,
     course: &Course<M>,
     model: &M,
+    more: &[(&'static str, u64)],
 ) -> Result<(), Error> {
     let text = |what: &dyn std::fmt::Debug| Fingerprint::of(&format!("{what:?}"));
-    let own = [
+    let mut own = vec![
         ("the epochs", text(&course.epochs)),
         ("the accumulation", text(&course.accumulation)),
         ("whether epochs are saved", text(&course.saves)),
@@ -36,6 +37,7 @@ pub(crate) fn check_same<M: LearnerModel>(
         ("the loss scaler", text(&course.settings.scaler)),
         ("the model's tensors", of_tensors(model)),
     ];
+    own.extend(more);
     let sums: Vec<u64> = own.iter().map(|(_, sum)| *sum).collect();
     let all: Vec<Vec<u64>> = exchanged(world, "agreement on a training", &sums)?;
     for (index, (what, sum)) in own.into_iter().enumerate() {

@@ -4,14 +4,19 @@ use burn::module::{ModuleMapper, Param};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn::train::{InferenceStep, LearnerModel, TrainStep};
-use burn_fsdp_certificate::compile;
-use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_certificate::compile_on;
+use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Batch, CompiledStep, Evaluation, Mode, OptimizerGroups};
+use burn_fsdp_spmd::{
+    BackendIr, Batch, CompiledStep, Evaluation, Mode, OptimizerGroups, ShardSpec,
+};
+use burn_fsdp_tensors::moved_to;
 
+use crate::agreement::check_same;
 use crate::compiled_output::CompiledOutput;
 use crate::compiled_state::{Fields, resume, staged};
+use crate::course::Ranks;
 use crate::groups::{REPLICATE, mesh};
 use crate::rank::{Rank, Start, check_scratch};
 use crate::scratch::Scratch;
@@ -20,12 +25,14 @@ use crate::trainer::Trainer;
 use burn_fsdp_glue::error::Error;
 
 /// The parts of a compiled training run that all ranks share.
-pub(crate) struct Setup<N, F> {
+pub(crate) struct Setup<Be: BackendIr, N, F> {
     pub(crate) init: N,
     pub(crate) forward: F,
     pub(crate) optimizer: OptimizerGroups,
     pub(crate) strategy: Strategy,
     pub(crate) options: Options,
+    /// Each rank's device, as the backend's own.
+    pub(crate) own: Vec<Be::Device>,
 }
 
 /// The inputs of a compiled step: a batch, and the factor of its loss if it is one of several of a step.
@@ -34,15 +41,16 @@ type Input<I> = (I, Option<Tensor<1>>);
 /// The outputs of a compiled step besides the loss that is differentiated.
 type Output<O> = (Tensor<1>, <O as CompiledOutput>::Tensors);
 
-/// Trains on one rank. Returns the whole model on rank 0.
+/// Trains on one rank. Returns the whole model on Burn's CPU device, on rank 0 of threads or in every process.
 ///
 /// Collective.
-pub(crate) fn train<M, I, O, N, F>(
+pub(crate) fn train<Be, M, I, O, N, F>(
     world: &ProcessGroup,
     start: Start<M>,
-    setup: &Setup<N, F>,
+    setup: &Setup<Be, N, F>,
 ) -> Result<Option<M>, Error>
 where
+    Be: BackendIr,
     M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
     I: Batch,
     O: CompiledOutput,
@@ -69,35 +77,41 @@ where
             return Err(Error::UnevenItems { of, items, ranks });
         }
     }
+    if course.among == Ranks::Processes {
+        let style = format!("{:?} {:?}", setup.strategy, setup.options);
+        check_same(
+            world,
+            &course,
+            &model,
+            &[("the strategy and its options", Fingerprint::of(&style))],
+        )?;
+    }
     check_scratch(&course, lead.as_ref())?;
-    let mode = mode(world, course.settings.replicas, setup)?;
-    let (init, forward) = (setup.init.clone(), setup.forward.clone());
-    let loss = move |model: &M, (batch, factor): Input<I>| {
-        let (loss, tensors) = forward(model, batch).into_tensors();
-        let scaled = match factor {
-            Some(factor) => loss.clone() * factor,
-            None => loss.clone(),
-        };
-        (scaled, (loss, tensors))
-    };
-    let step = compile(init.clone(), loss, setup.optimizer.clone(), mode)?;
-    let forward = setup.forward.clone();
-    let evaluation = Evaluation::new(init, move |model: &M, batch: I| {
-        forward(model, batch).into_tensors()
-    });
+    let on = device.clone().inner();
+    let (step, evaluation) = compiled(world, &on, course.settings.replicas, setup)?;
+    let fields = Fields::of(&model, &step);
+    if course.among == Ranks::Processes {
+        fields.check_same(world)?;
+    }
     let mut trainer = Compiled {
-        fields: Fields::of(&model, &step),
+        fields,
         step,
         evaluation,
         batches: Vec::new(),
+        device: on,
     };
     if *course.epochs.start() > 1 {
-        resume(&mut trainer.step, world, &model, whole)?;
+        let made = Fields::of(&(setup.init)(&Device::flex().autodiff()), &trainer.step);
+        trainer.fields.check_own(&made)?;
+        resume(&mut trainer.step, world, model, whole)?;
+    } else {
+        drop(model);
     }
-    drop(model);
+    let is_returned = world.rank() == 0 || course.among == Ranks::Processes;
     let mut rank = Rank {
         world: world.clone(),
         device,
+        // A compiled step compares them itself.
         rates: None,
         trainer,
         learner,
@@ -105,7 +119,7 @@ where
         lead,
     };
     rank.train(&training, &validation)?;
-    let mut whole = (world.rank() == 0).then(|| (setup.init)(&Device::flex().autodiff()));
+    let mut whole = is_returned.then(|| (setup.init)(&Device::flex().autodiff()));
     let Compiled {
         fields, mut step, ..
     } = rank.trainer;
@@ -116,10 +130,59 @@ where
     Ok(whole.map(|model| model.valid()))
 }
 
+/// A compiled step of a training run, and the evaluation of its validations.
+type Steps<Be, I, O> = (
+    CompiledStep<Input<I>, Be, Output<O>>,
+    Evaluation<I, Output<O>>,
+);
+
+/// Compiles the step and the evaluation of a rank on `device`.
+///
+/// Collective.
+fn compiled<Be, M, I, O, N, F>(
+    world: &ProcessGroup,
+    device: &Device,
+    replicas: usize,
+    setup: &Setup<Be, N, F>,
+) -> Result<Steps<Be, I, O>, Error>
+where
+    Be: BackendIr,
+    M: LearnerModel,
+    I: Batch,
+    O: CompiledOutput,
+    N: Fn(&Device) -> M + Clone + Send + 'static,
+    F: Fn(&M, I) -> O + Clone + Send + 'static,
+{
+    let mode = mode(world, replicas, setup)?;
+    let (init, forward) = (setup.init.clone(), setup.forward.clone());
+    let loss = move |model: &M, (batch, factor): Input<I>| {
+        let (loss, tensors) = forward(model, batch).into_tensors();
+        let scaled = match factor {
+            Some(factor) => loss.clone() * factor,
+            None => loss.clone(),
+        };
+        (scaled, (loss, tensors))
+    };
+    let of_rank_0 = |_: &ShardSpec<'_>| Ok::<_, Error>(None);
+    let on = (device, setup.own[world.rank()].clone());
+    let optimizer = setup.optimizer.clone();
+    let values = (init.clone(), of_rank_0);
+    let step = compile_on::<Be, _, _, _, _, (), Error>(values, loss, optimizer, mode, (), on)?;
+    let forward = setup.forward.clone();
+    let evaluation = Evaluation::on(device, init, move |model: &M, batch: I| {
+        forward(model, batch).into_tensors()
+    });
+    Ok((step, evaluation))
+}
+
 /// Returns the mode of the run's steps.
 ///
 /// Collective.
-fn mode<N, F>(world: &ProcessGroup, replicas: usize, setup: &Setup<N, F>) -> Result<Mode, Error> {
+fn mode<Be: BackendIr, N, F>(
+    world: &ProcessGroup,
+    replicas: usize,
+    setup: &Setup<Be, N, F>,
+) -> Result<Mode, Error> {
     let options = setup.options.clone();
     if replicas == 1 {
         return Ok(Mode::data_parallel(world.clone(), setup.strategy).options(options));
@@ -129,15 +192,26 @@ fn mode<N, F>(world: &ProcessGroup, replicas: usize, setup: &Setup<N, F>) -> Res
 }
 
 /// A compiled step, with the batches of the current step.
-struct Compiled<I: Batch, O: CompiledOutput> {
+struct Compiled<Be: BackendIr, I: Batch, O: CompiledOutput> {
     fields: Fields,
-    step: CompiledStep<Input<I>, burn::backend::Flex, Output<O>>,
+    step: CompiledStep<Input<I>, Be, Output<O>>,
     evaluation: Evaluation<I, Output<O>>,
     batches: Vec<I>,
+    /// The rank's device, without autodiff.
+    device: Device,
 }
 
-impl<M, I, O> Trainer<M> for Compiled<I, O>
+impl<Be: BackendIr, I: Batch, O: CompiledOutput> Compiled<Be, I, O> {
+    /// Returns an output on the rank's device, so that the metrics' own tensors have the same integer types.
+    fn output(&self, tensors: Output<O>) -> O {
+        let (loss, tensors) = moved_to(tensors, &self.device);
+        O::from_tensors(loss, tensors)
+    }
+}
+
+impl<Be, M, I, O> Trainer<M> for Compiled<Be, I, O>
 where
+    Be: BackendIr,
     M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
     I: Batch,
     O: CompiledOutput,
@@ -153,13 +227,12 @@ where
     fn step(&mut self, rates: ModuleLearningRate) -> Result<Vec<O>, Error> {
         let count = self.batches.len();
         // A compiled step averages over its batches. Burn adds their gradients.
-        let factor = (count > 1).then(|| Tensor::from_data([count as f32], &Device::flex()));
+        let factor = (count > 1).then(|| Tensor::from_data([count as f32], &self.device));
         let batches = self.batches.drain(..);
         let batches: Vec<Input<I>> = batches.map(|batch| (batch, factor.clone())).collect();
         self.step.step_accumulated(rates, &batches)?;
         let outputs = self.step.outputs()?.into_iter();
-        let outputs = outputs.map(|(loss, tensors)| O::from_tensors(loss, tensors));
-        Ok(outputs.collect())
+        Ok(outputs.map(|tensors| self.output(tensors)).collect())
     }
 
     fn begin_validation(&mut self) -> Result<(), Error> {
@@ -167,8 +240,8 @@ where
     }
 
     fn validate(&mut self, batch: I) -> Result<O, Error> {
-        let (loss, tensors) = self.step.evaluate(&mut self.evaluation, &batch)?;
-        Ok(O::from_tensors(loss, tensors))
+        let tensors = self.step.evaluate(&mut self.evaluation, &batch)?;
+        Ok(self.output(tensors))
     }
 
     fn end_validation(&mut self) {}

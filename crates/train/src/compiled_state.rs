@@ -1,9 +1,9 @@
 //! The checkpoints of Burn's loop, from and to a compiled step. Rank 0 holds one whole tensor at a time.
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
-use burn_fsdp_collectives::{FullPart, ProcessGroup, Source};
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
+use burn_fsdp_collectives::{Fingerprint, FullPart, ProcessGroup, Source};
 use burn_fsdp_spmd::{BackendIr, Batch, CompiledStep, OptimizerState};
 use burn_pack::Scalar;
 
@@ -11,7 +11,7 @@ use crate::filed::{Filed, FiledState, FiledTensor};
 use crate::notes::exchanged;
 use crate::scratch::{Pile, Scratch};
 use crate::staging::{Recorded, Staged, written};
-use crate::whole_state::{Told, broadcast, told};
+use crate::whole_state::{Told, broadcast, check_none_left, told};
 use burn_fsdp_glue::dtype::{burn_dtype, element_of};
 use burn_fsdp_glue::error::{CheckpointError, Error, optimizer_error};
 use burn_fsdp_glue::optimizer_record::{OptimizerParts, RANK_KEY, state_name};
@@ -56,6 +56,45 @@ impl Fields {
         };
         model.visit(&mut describe);
         Self(describe.fields)
+    }
+
+    /// Checks that all ranks have the same values of the tensors that the step does not have.
+    ///
+    /// Collective.
+    pub(crate) fn check_same(&self, world: &ProcessGroup) -> Result<(), Error> {
+        let own: Vec<_> = self.own().collect();
+        let own: Vec<_> = own
+            .iter()
+            .map(|(path, data)| (path, data.as_bytes()))
+            .collect();
+        let all = exchanged(world, "values of a model", &Fingerprint::of(&own))?;
+        let what = "the values of the tensors that are not trained";
+        match all.iter().position(|other| *other != all[world.rank()]) {
+            Some(rank) => Err(Error::OtherTraining { what, rank }),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that the tensors that the step does not have are those of `made`, which the step has been compiled with.
+    pub(crate) fn check_own(&self, made: &Self) -> Result<(), Error> {
+        match self.own().zip(made.own()).find(|(own, made)| own != made) {
+            Some(((path, _), _)) => Err(CheckpointError::Record {
+                reason: format!(
+                    "`{path}` differs from the value that `init` creates, which compiled steps use; have `init` create \
+                     the checkpoint's value, or train with `FullySharded::launch`"
+                ),
+            }
+            .into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the paths and values of the tensors that the step does not have.
+    fn own(&self) -> impl Iterator<Item = (&str, &TensorData)> {
+        self.0.iter().filter_map(|field| match &field.value {
+            Value::Own(data) => Some((&*field.path, data)),
+            Value::Computed { .. } => None,
+        })
     }
 
     /// Returns the paths of the tensors that the step has.
@@ -196,36 +235,73 @@ fn state_of<B: Batch, Be: BackendIr, O>(
     Ok(Some(state))
 }
 
-/// Continues from a checkpoint that rank 0 has loaded into `model` and `whole`.
+/// Continues from a checkpoint that rank 0 has loaded into `model` and `whole`. Rank 0 reads them tensor by tensor.
 ///
 /// Collective.
 pub(crate) fn resume<M: Module, B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     world: &ProcessGroup,
-    model: &M,
+    model: M,
     whole: Option<ModuleOptimizer>,
 ) -> Result<(), Error> {
-    let mut values = Values {
+    let mut resumed = Resumed {
         place: Vec::new(),
-        is_read: world.rank() == 0,
-        found: Vec::new(),
+        world,
+        step,
+        whole,
+        states: Vec::new(),
+        steps: 0,
+        failed: None,
     };
-    model.visit(&mut values);
-    let mut whole = whole;
-    let (mut states, mut steps) = (Vec::new(), 0);
-    for (path, id, value) in values.found {
-        let mut specs = step.parameters().iter();
+    drop(model.map(&mut resumed));
+    let Resumed {
+        whole,
+        states,
+        steps,
+        failed,
+        ..
+    } = resumed;
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    if let Some(rest) = whole {
+        check_none_left(&rest)?;
+    }
+    Ok(step.resume_with(steps, states)?)
+}
+
+/// A mapper that gives a step the values and states of a module's float tensors, in module order. A tensor that was read
+/// from a file is freed when the next one is read.
+struct Resumed<'a, B: Batch, Be: BackendIr, O> {
+    place: Vec<String>,
+    world: &'a ProcessGroup,
+    step: &'a mut CompiledStep<B, Be, O>,
+    /// On rank 0: the states of the tensors that have not been visited.
+    whole: Option<ModuleOptimizer>,
+    states: Vec<OptimizerState>,
+    steps: u64,
+    failed: Option<Error>,
+}
+
+impl<B: Batch, Be: BackendIr, O> Resumed<'_, B, Be, O> {
+    /// Continues one parameter. `read` returns its value, and is called on rank 0.
+    ///
+    /// Collective.
+    fn parameter(&mut self, id: ParamId, read: impl FnOnce() -> TensorData) -> Result<(), Error> {
+        let path = self.place.join(".");
+        let mut specs = self.step.parameters().iter();
         let Some(spec) = specs.find(|spec| *spec.path == *path) else {
-            continue;
+            return Ok(());
         };
         let is_trained = spec.is_trained;
         let (shape, dtype) = (spec.shape.clone(), spec.dtype);
-        let value = sent(world, path.clone(), value, (&shape, dtype))?;
-        step.set_parameter(&path, value)?;
-        let parts = match whole.take() {
+        let value = (self.world.rank() == 0).then(read);
+        let value = sent(self.world, path.clone(), value, (&shape, dtype))?;
+        self.step.set_parameter(&path, value)?;
+        let parts = match self.whole.take() {
             Some(all) => {
                 let parts = OptimizerParts::take(&only(&all, [id.val()]))?;
-                whole = Some(without(all, [id.val()]));
+                self.whole = Some(without(all, [id.val()]));
                 Some(parts)
             }
             None => None,
@@ -234,9 +310,9 @@ pub(crate) fn resume<M: Module, B: Batch, Be: BackendIr, O>(
             Some(parts) => told(parts, id.val(), &path)?,
             None => Told::default(),
         };
-        let told = exchanged(world, "state of a parameter", &own)?.swap_remove(0);
+        let told = exchanged(self.world, "state of a parameter", &own)?.swap_remove(0);
         if told.is_empty() {
-            continue;
+            return Ok(());
         }
         if !is_trained {
             return Err(optimizer_error(format!(
@@ -244,11 +320,31 @@ pub(crate) fn resume<M: Module, B: Batch, Be: BackendIr, O>(
             ))
             .into());
         }
-        let (state, count) = state_in(step, world, (&path, id.val()), (told, parts.as_ref()))?;
-        steps = steps.max(count);
-        states.push(state);
+        let of = (path.as_str(), id.val());
+        let (state, count) = state_in(self.step, self.world, of, (told, parts.as_ref()))?;
+        self.steps = self.steps.max(count);
+        self.states.push(state);
+        Ok(())
     }
-    Ok(step.resume_with(steps, states)?)
+}
+
+impl<B: Batch, Be: BackendIr, O> ModuleMapper for Resumed<'_, B, Be, O> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.place.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.place.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let id = param.id;
+        if self.failed.is_none() {
+            let read = || param.base().into_data();
+            self.failed = self.parameter(id, read).err();
+        }
+        Param::initialized(id, Tensor::full([1; D], 0.0, &Device::flex()))
+    }
 }
 
 /// Receives the state of a parameter from rank 0. Returns this rank's part, and the number of steps that it counts.
@@ -313,26 +409,4 @@ fn sent(
         Shape::from(shape.to_vec()),
         dtype,
     ))
-}
-
-/// A visitor that reads the float tensors of a module, in module order.
-struct Values {
-    place: Vec<String>,
-    is_read: bool,
-    found: Vec<(String, ParamId, Option<TensorData>)>,
-}
-
-impl ModuleVisitor for Values {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.place.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.place.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = self.is_read.then(|| param.base().into_data());
-        self.found.push((self.place.join("."), param.id, value));
-    }
 }

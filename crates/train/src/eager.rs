@@ -57,7 +57,7 @@ pub(crate) fn train<M: LearnerModel>(
         return Err(Error::AdaptersInTraining);
     }
     if course.among == Ranks::Processes {
-        check_same(world, &course, &model)?;
+        check_same(world, &course, &model, &[])?;
     }
     let policy = policy.gradient_hook(by_items);
     let (mut model, groups) = Groups::shard(model, world, course.settings.replicas, policy)?;

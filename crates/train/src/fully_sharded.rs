@@ -245,7 +245,7 @@ impl FullySharded {
         optimizer: ModuleOptimizer,
         rates: impl Into<ModuleLrScheduler>,
     ) -> Result<LearningResult<M>, Error> {
-        check_threads()?;
+        check_threads("launch_among_processes")?;
         let whole = Whole::OfRank0;
         self.launch_whole(training, model, (optimizer, rates.into()), None, whole)
     }
@@ -270,7 +270,7 @@ impl FullySharded {
         rates: impl Into<ModuleLrScheduler>,
         end: impl Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
     ) -> Result<LearningResult<Vec<T>>, Error> {
-        check_threads()?;
+        check_threads("launch_sharded_among_processes")?;
         let learner = (optimizer, rates.into());
         run(
             &self.0,

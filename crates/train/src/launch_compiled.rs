@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn::backend::Flex;
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::Device;
@@ -9,20 +10,26 @@ use burn::train::{InferenceStep, LearnerModel, LearningResult, SupervisedTrainin
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Batch, OptimizerGroups};
+use burn_fsdp_spmd::{BackendIr, Batch, OptimizerGroups};
 
 use crate::compiled::{Setup, train};
 use crate::compiled_output::CompiledOutput;
 use crate::fully_sharded::FullySharded;
 use crate::lent::Lent;
+use crate::portable::Portable;
 use crate::rank::Start;
-use crate::running::{check_threads, run};
-use crate::strategy::Left;
+use crate::running::{check_threads, process, run};
+use crate::settings::Settings;
+use crate::strategy::{Left, Process};
 use burn_fsdp_glue::error::Error;
 
+/// The function for compiled steps with processes as ranks.
+const COMPILED_AMONG_PROCESSES: &str = "launch_compiled_among_processes";
+
 impl FullySharded {
-    /// Works like [`launch`](Self::launch), but compiles the train step, as [`compile`] does.
-    /// Only Burn's CPU backend runs it, with threads as ranks.
+    /// Works like [`launch`](Self::launch), but compiles the train step, as [`compile`] does. Ranks are threads on
+    /// Burn's CPU backend; see also [`launch_compiled_among_processes`](Self::launch_compiled_among_processes) and
+    /// [`launch_compiled_on`](Self::launch_compiled_on).
     ///
     /// `init` creates the model on a device, also on one without autodiff, where `Tensor::require_grad` panics. `forward`
     /// computes a batch's output, which the model's own [`TrainStep`] and [`InferenceStep`] also compute: their `step`
@@ -116,44 +123,129 @@ impl FullySharded {
     pub fn launch_compiled<M, I, O>(
         &self,
         training: SupervisedTraining<Lent<M>>,
-        (init, forward): (
+        closures: (
             impl Fn(&Device) -> M + Clone + Send + Sync + 'static,
             impl Fn(&M, I) -> O + Clone + Send + Sync + 'static,
         ),
         (optimizer, rates): (impl Into<OptimizerGroups>, impl Into<ModuleLrScheduler>),
-        (strategy, options): (Strategy, Options),
+        style: (Strategy, Options),
     ) -> Result<LearningResult<M>, Error>
     where
         M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
         I: Batch,
         O: CompiledOutput,
     {
-        check_threads()?;
+        check_threads(COMPILED_AMONG_PROCESSES)?;
+        let on = |_| (Device::flex(), Default::default());
+        let learner = (optimizer.into(), rates.into());
+        self.compiled::<Flex, _, _, _>(training, closures, learner, style, (on, None))
+    }
+
+    /// Works like [`launch_compiled`](Self::launch_compiled), but if a launcher such as `mpirun` has started the program
+    /// several times, each process is one rank, as with
+    /// [`launch_among_processes`](Self::launch_among_processes). Also compared are the strategy, the options and the
+    /// tensors that the compiled step does not train; the step's operations, including the optimizer's, are compared
+    /// when it is compiled.
+    ///
+    /// Collective over all processes. Each of them gets the whole model.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch_compiled`](Self::launch_compiled) and [`launch_among_processes`](Self::launch_among_processes).
+    pub fn launch_compiled_among_processes<M, I, O>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        closures: (
+            impl Fn(&Device) -> M + Clone + Send + Sync + 'static,
+            impl Fn(&M, I) -> O + Clone + Send + Sync + 'static,
+        ),
+        (optimizer, rates): (impl Into<OptimizerGroups>, impl Into<ModuleLrScheduler>),
+        style: (Strategy, Options),
+    ) -> Result<LearningResult<M>, Error>
+    where
+        M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
+        I: Batch,
+        O: CompiledOutput + Portable,
+    {
+        let on = |_| (Device::flex(), Default::default());
+        let learner = (optimizer.into(), rates.into());
+        self.compiled::<Flex, _, _, _>(training, closures, learner, style, (on, process()?))
+    }
+
+    /// Works like [`launch_compiled`](Self::launch_compiled), with a device for each rank: `on` returns the device of a
+    /// rank, as Burn's device and as the backend's own, for example
+    /// `|rank| (Device::wgpu(DeviceKind::DiscreteGpu(rank)), WgpuDevice::DiscreteGpu(rank))`.
+    ///
+    /// The loaders create batches on the rank's device. Steps run as in
+    /// [`compile_on`](burn_fsdp_certificate::compile_on). The metrics get the outputs on the rank's device, and the
+    /// caller gets the whole model on Burn's CPU device.
+    ///
+    /// # Errors
+    ///
+    /// As [`launch_compiled`](Self::launch_compiled).
+    pub fn launch_compiled_on<Be, M, I, O>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        closures: (
+            impl Fn(&Device) -> M + Clone + Send + Sync + 'static,
+            impl Fn(&M, I) -> O + Clone + Send + Sync + 'static,
+        ),
+        (optimizer, rates): (impl Into<OptimizerGroups>, impl Into<ModuleLrScheduler>),
+        style: (Strategy, Options),
+        on: impl Fn(usize) -> (Device, Be::Device),
+    ) -> Result<LearningResult<M>, Error>
+    where
+        Be: BackendIr,
+        M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
+        I: Batch,
+        O: CompiledOutput,
+    {
+        check_threads(COMPILED_AMONG_PROCESSES)?;
+        let learner = (optimizer.into(), rates.into());
+        self.compiled::<Be, _, _, _>(training, closures, learner, style, (on, None))
+    }
+
+    /// Runs Burn's loop with compiled steps, and returns the whole model.
+    fn compiled<Be, M, I, O>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        (init, forward): (
+            impl Fn(&Device) -> M + Clone + Send + Sync + 'static,
+            impl Fn(&M, I) -> O + Clone + Send + Sync + 'static,
+        ),
+        (optimizer, rates): (OptimizerGroups, ModuleLrScheduler),
+        (strategy, options): (Strategy, Options),
+        (on, process): (impl Fn(usize) -> (Device, Be::Device), Option<Process<M>>),
+    ) -> Result<LearningResult<M>, Error>
+    where
+        Be: BackendIr,
+        M: LearnerModel + TrainStep<Input = I, Output = O> + InferenceStep<Input = I, Output = O>,
+        I: Batch,
+        O: CompiledOutput,
+    {
         self.check_compiled()?;
+        let (devices, own) = (0..self.0.ranks.ranks()).map(on).unzip();
+        let settings = Settings {
+            devices,
+            ..self.0.clone()
+        };
         let model = init(&Device::flex().autodiff());
-        let optimizer = optimizer.into();
-        let learner = (ModuleOptimizer::from(optimizer.clone()), rates.into());
-        let setup = Setup {
+        let learner = (ModuleOptimizer::from(optimizer.clone()), rates);
+        let setup = Setup::<Be, _, _> {
             init,
             forward,
             optimizer,
             strategy,
             options,
+            own,
         };
         let body = move |world: &ProcessGroup, start: Start<M>| train(world, start, &setup);
         let left = Left::nothing();
-        let result = run(
-            &self.0,
-            training,
-            model,
-            learner,
-            None,
-            left,
-            Arc::new(body),
-        )?;
+        let body = Arc::new(body);
+        let result = run(&settings, training, model, learner, process, left, body)?;
         let model = result.model.into_iter().flatten().next();
         Ok(LearningResult {
-            model: model.expect("rank 0 has returned it"),
+            model: model.expect("ranks that did not fail have returned it"),
             renderer: result.renderer,
             interrupted: result.interrupted,
             error: result.error,
@@ -182,7 +274,7 @@ impl FullySharded {
             (
                 !settings.devices.is_empty(),
                 "devices",
-                "they run on the CPU",
+                "call `launch_compiled_on`",
             ),
         ];
         match refused.into_iter().find(|(is_set, ..)| *is_set) {

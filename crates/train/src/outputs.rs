@@ -64,8 +64,8 @@ pub(crate) struct Channel<O> {
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// `None` if ranks are threads.
     codec: Option<Codec<O>>,
-    /// The encoded output of this process that waits to be sent to rank 0.
-    waiting: Mutex<Option<Bytes>>,
+    /// The encoded outputs of this process that wait to be sent to rank 0. An accumulated step returns several.
+    waiting: Mutex<Vec<Bytes>>,
 }
 
 impl<O> Channel<O> {
@@ -77,56 +77,57 @@ impl<O> Channel<O> {
         }
     }
 
-    /// Stores the output of a step of `rank`. If ranks are processes, it must be sent to rank 0 before the next output
-    /// is stored.
+    /// Stores the output of a step of `rank`.
     pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
         match self.codec {
-            Some(codec) if rank > 0 => {
-                let before = held(&self.waiting).replace((codec.encode)(item)?);
-                debug_assert!(before.is_none(), "an output is brought before the next one");
-            }
+            Some(codec) if rank > 0 => held(&self.waiting).push((codec.encode)(item)?),
             _ => held(&self.arrived[rank]).push_back(item),
         }
         Ok(())
     }
 
-    /// Returns the size in bytes of the output that waits in this process.
-    pub(crate) fn waiting(&self) -> usize {
-        held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
+    /// Returns the sizes in bytes of the outputs that wait in this process.
+    pub(crate) fn waiting(&self) -> Vec<usize> {
+        held(&self.waiting)
+            .iter()
+            .map(|bytes| bytes.len())
+            .collect()
     }
 
     /// Sends the waiting outputs of other processes to rank 0, which decodes them on `device` with the learning rates
-    /// `rates`. `waiting` has the number of waiting bytes of each process.
+    /// `rates`. `waiting` has the sizes of the outputs that wait in each process.
     ///
     /// Collective: one operation, or none if nothing waits, as with threads.
     pub(crate) fn bring(
         &self,
         world: &ProcessGroup,
-        waiting: &[usize],
+        waiting: &[Vec<usize>],
         device: &Device,
         rates: Option<&ModuleLearningRate>,
     ) -> Result<(), Error> {
-        let senders = waiting.iter().enumerate();
-        let senders: Vec<_> = senders.filter(|(_, size)| **size > 0).collect();
-        let Some(codec) = self.codec.filter(|_| !senders.is_empty()) else {
+        let of_ranks = waiting.iter().enumerate();
+        let sent =
+            of_ranks.flat_map(|(sender, sizes)| sizes.iter().map(move |size| (sender, *size)));
+        let sent: Vec<(usize, usize)> = sent.collect();
+        let Some(codec) = self.codec.filter(|_| !sent.is_empty()) else {
             return Ok(());
         };
         let (rank, ranks) = (world.rank(), world.size());
-        let mut own = held(&self.waiting).take();
+        let mut own = std::mem::take(&mut *held(&self.waiting)).into_iter();
         // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
         let pool = BufferPool::new();
         let (mut parts, mut into) = (Vec::new(), Vec::new());
-        for (sender, size) in &senders {
-            let partition = Partition::one_owner(**size, ranks, *sender)?;
-            let bytes = own.take_if(|_| *sender == rank);
+        for (sender, size) in &sent {
+            let partition = Partition::one_owner(*size, ranks, *sender)?;
+            let bytes = (*sender == rank).then(|| own.next()).flatten();
             let source = bytes.map_or_else(Source::empty, |bytes| Source::new(Elements(bytes)));
             parts.push(Part::new(source, partition, ElementType::U8));
             if rank == 0 {
-                into.push(pool.take(**size));
+                into.push(pool.take(*size));
             }
         }
         let received = world.gather("outputs for the metrics", Vec::new(), 0, parts, into)?;
-        for ((sender, _), buffer) in senders.iter().zip(received.buffers) {
+        for ((sender, _), buffer) in sent.iter().zip(received.buffers) {
             let bytes = Bytes::from_bytes_vec(buffer.as_ref().to_vec());
             let item = (codec.decode)(bytes, device, rates)?;
             held(&self.arrived[*sender]).push_back(item);

@@ -224,7 +224,7 @@ impl<M: LearnerModel, T: Trainer<M>> Rank<M, T> {
     }
 
     /// Agrees on the next batch with the other ranks.
-    fn next<I>(&self, rounds: &mut Rounds<'_, I>, waiting: usize) -> Result<Turn<I>, Error> {
+    fn next<I>(&self, rounds: &mut Rounds<'_, I>, waiting: Vec<usize>) -> Result<Turn<I>, Error> {
         let rates = self.rates.as_ref();
         let own = Own {
             stop: Stop::of(&self.course.interrupter),

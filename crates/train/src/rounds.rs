@@ -61,10 +61,10 @@ pub(crate) struct Round<I> {
     pub(crate) had_by_all: usize,
 }
 
-/// The outcome of a round's agreement, and the size in bytes of the output waiting on each rank.
+/// The outcome of a round's agreement, and the sizes in bytes of the outputs that wait on each rank.
 pub(crate) struct Turn<I> {
     pub(crate) next: Next<I>,
-    pub(crate) waiting: Vec<usize>,
+    pub(crate) waiting: Vec<Vec<usize>>,
 }
 
 /// The ranks' agreement about a round.
@@ -120,7 +120,7 @@ impl<'a, I> Rounds<'a, I> {
             },
         };
         let notes = exchanged(world, self.label, &note)?;
-        let waiting = notes.iter().map(|note| note.own.waiting).collect();
+        let waiting = notes.iter().map(|note| note.own.waiting.clone()).collect();
         let turn = |next| Ok(Turn { next, waiting });
         if let Some(first) = Stop::first(notes.iter().map(|note| note.own.stop.clone())) {
             return turn(Next::Stopped(failure, first));
@@ -180,7 +180,7 @@ pub(crate) struct Own {
     /// The fingerprint of the last step's learning rates.
     pub(crate) rates: u64,
     /// Size in bytes of the output that waits to be sent to rank 0.
-    pub(crate) waiting: usize,
+    pub(crate) waiting: Vec<usize>,
 }
 
 /// The factor by which a rank's gradients are multiplied before they are reduced.

@@ -90,13 +90,15 @@ pub(crate) fn by_the_eager_engine<M: LearnerModel, T>(
     })
 }
 
-/// Checks that ranks can be threads, because no launcher has started the program several times.
-pub(crate) fn check_threads() -> Result<(), Error> {
+/// Checks that ranks can be threads, because no launcher has started the program several times. `instead` is the function
+/// for processes.
+pub(crate) fn check_threads(instead: &'static str) -> Result<(), Error> {
     match processes()? {
         None => Ok(()),
         Some(found) => Err(Error::TrainingAmongProcesses {
             launcher: found.launcher.to_owned(),
             processes: found.size,
+            instead,
         }),
     }
 }

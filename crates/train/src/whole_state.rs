@@ -86,14 +86,7 @@ pub(crate) fn divided<M: Module>(
         own.receive(groups, *id, local, parts.as_ref())?;
     }
     if let Some(rest) = whole {
-        let rest = OptimizerParts::take(&rest)?.tensors;
-        if !rest.is_empty() {
-            return Err(optimizer_error(format!(
-                "{} tensors of its checkpoint belong to parameters that this model does not have",
-                rest.len()
-            ))
-            .into());
-        }
+        check_none_left(&rest)?;
     }
     let Some((scratch, _)) = own.files else {
         return Ok(bare);
@@ -114,6 +107,16 @@ pub(crate) fn divided<M: Module>(
         drop(only(&optimizer, [*id]).to_record());
     }
     Ok(optimizer)
+}
+
+/// Checks that `rest`, the state that no parameter of the model has taken, is empty.
+pub(crate) fn check_none_left(rest: &ModuleOptimizer) -> Result<(), CheckpointError> {
+    match OptimizerParts::take(rest)?.tensors.len() {
+        0 => Ok(()),
+        left => Err(optimizer_error(format!(
+            "{left} tensors of its checkpoint belong to parameters that this model does not have"
+        ))),
+    }
 }
 
 /// The state that a rank has received.

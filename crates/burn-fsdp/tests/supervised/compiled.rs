@@ -14,7 +14,7 @@ use super::runs::logged;
 use super::{assert_close, device, folder, plain, rates, sharded, training, values};
 
 /// Trains by compiled steps.
-fn compiled(
+pub(crate) fn compiled(
     strategy: &FullySharded,
     style: Strategy,
     folder: &Path,
@@ -157,7 +157,10 @@ fn what_compiled_steps_lack_is_refused() {
         (on(2).policy(ShardPolicy::new()), "`FullySharded::policy`"),
         (on(2).clip_grad_norm(Clip::to(1.0)), "`Options::clip`"),
         (on(2).loss_scaler(scaler), "`Options::loss_scaling`"),
-        (on(2).devices([Device::flex().autodiff()]), "CPU"),
+        (
+            on(2).devices([Device::flex().autodiff()]),
+            "`launch_compiled_on`",
+        ),
         (on(4).replicas(3), "`FullySharded::replicas(3)`"),
         (on(2).replicas(0), "`FullySharded::replicas(0)`"),
     ] {

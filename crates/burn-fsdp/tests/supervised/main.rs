@@ -2,7 +2,13 @@
 #![cfg(feature = "train")]
 
 mod adapters;
+#[cfg(any(feature = "ndarray", feature = "wgpu"))]
+#[path = "../devices/backends.rs"]
+mod backends;
 mod compiled;
+#[cfg(any(feature = "ndarray", feature = "wgpu"))]
+mod compiled_devices;
+mod compiled_processes;
 mod hybrid;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;

@@ -41,7 +41,7 @@ impl Net {
         Self::unseeded(7, device)
     }
 
-    fn unseeded(width: usize, device: &Device) -> Self {
+    pub(crate) fn unseeded(width: usize, device: &Device) -> Self {
         let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
         let net = Self {
             conv: conv.init(device),

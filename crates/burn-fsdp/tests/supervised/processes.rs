@@ -26,20 +26,25 @@ use crate::{
 /// The folder that all processes of a test see.
 const FOLDER: &str = "BURN_FSDP_TEST_FOLDER";
 /// The name by which Burn's renderer calls the training of all processes.
-const LABEL: &str = "training of processes";
+pub(crate) const LABEL: &str = "training of processes";
 
 /// The way in which processes end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+pub(crate) enum End {
     Well,
     /// Their launch fails, as the test expects.
     Refused,
 }
 
+/// Runs the test of this name in this module, as [`played_in`] does.
+fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
+    played_in(processes, &format!("processes::{test}"), at, end)
+}
+
 /// Runs the test of this name in processes with the folder `at`. Returns false if processes are not
 /// available.
-fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
-    let played = played(processes, &format!("processes::{test}"), |command| {
+pub(crate) fn played_in(processes: usize, test: &str, at: &Path, end: End) -> bool {
+    let played = played(processes, test, |command| {
         command.env(FOLDER, at);
     });
     let Some(played) = played else {
@@ -70,7 +75,7 @@ fn passed(at: &Path, rank: usize) -> PathBuf {
 }
 
 /// Waits until all processes have passed.
-fn pass(at: &Path, rank: usize, ranks: usize) {
+pub(crate) fn pass(at: &Path, rank: usize, ranks: usize) {
     std::fs::write(passed(at, rank), "").expect("the folder is there");
     for _ in 0..1_000 {
         if (0..ranks).all(|rank| passed(at, rank).exists()) {
@@ -82,7 +87,7 @@ fn pass(at: &Path, rank: usize, ranks: usize) {
 
 /// Returns the number of processes, this process' number, and their folder, if the test has started this
 /// process.
-fn part() -> Option<(usize, usize, PathBuf)> {
+pub(crate) fn part() -> Option<(usize, usize, PathBuf)> {
     scene()?;
     let found = processes().unwrap_or_else(|error| panic!("{error}"))?;
     let at = std::env::var_os(FOLDER).expect("the test has set it");
@@ -100,7 +105,7 @@ fn run(
     among(ranks).launch_among_processes(training, Net::new(&device()), optimizer(), rates())
 }
 
-fn done<T>(result: Result<T, Error>) -> T {
+pub(crate) fn done<T>(result: Result<T, Error>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
