@@ -26,4 +26,4 @@ if [ $# = 0 ]; then
     set -- parity offload staging on_device devices:: compiled_steps
 fi
 cargo test --locked --release --features "${FEATURES:-burn-fsdp-cli/wgpu,burn-fsdp-shard-tests/wgpu}" --test eager --test extras --test devices \
-    --test cli -- "$@"
+    --test supervised --test cli -- "$@"

@@ -1,7 +1,7 @@
 //! The backends under test.
 
 use burn::backend::{DispatchDevice, Flex};
-use burn::tensor::{DType, Device, FloatDType};
+use burn::tensor::Device;
 use burn_fsdp::internals::compile::BackendIr;
 
 #[cfg(feature = "ndarray")]
@@ -18,12 +18,6 @@ pub(crate) trait Tested: BackendIr {
 
     /// Returns the same device in the backend's type.
     fn own() -> Self::Device;
-
-    /// Returns the types in which steps can compute, apart from f32.
-    fn other_types() -> Vec<FloatDType> {
-        let has_halves = Self::supports_dtype(&Self::own(), DType::BF16);
-        has_halves.then_some(FloatDType::BF16).into_iter().collect()
-    }
 }
 
 impl Tested for Flex {
