@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, FloatDType, Tensor};
-use burn_fsdp::inspect::{memory, num_params, order, wrap_plan};
+use burn_fsdp::inspect::{memory, num_params, wrap_plan};
 use burn_fsdp::internals::collectives::OperationKind;
+use burn_fsdp::internals::inspect::order;
 use burn_fsdp::internals::inspect::reset_peak;
 use burn_fsdp::internals::sharding::DivideFactors;
 use burn_fsdp::{

@@ -22,7 +22,7 @@ pub mod sharding {
 pub mod inspect {
     pub use burn_fsdp_shard::{
         LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitMemory, UnitPlan,
-        UnitState, Unsharding, WrapPlan, check_names, dummy_forward, num_audited, param_id,
+        UnitState, Unsharding, WrapPlan, check_names, dummy_forward, num_audited, order, param_id,
         parameter_paths, reset_peak, stand_in_bytes, trim, unused_units,
     };
 }
@@ -31,8 +31,8 @@ pub mod inspect {
 pub mod state {
     pub use burn_fsdp_glue::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
-        FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, full_state, local_ids,
-        local_state, recorded_state, renew_stand_ins, reset, settle_ids, unsharded,
+        FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, full_state, load_local_state,
+        local_ids, local_state, recorded_state, renew_stand_ins, reset, settle_ids, unsharded,
     };
 }
 

@@ -86,14 +86,14 @@ pub mod sharding {
 
 /// Reports on a module's units, memory and communication.
 pub mod inspect {
-    pub use burn_fsdp_shard::{auto_units, memory, num_params, order, units, wrap_plan};
+    pub use burn_fsdp_shard::{auto_units, memory, num_params, units, wrap_plan};
 }
 
 /// Access to the state of a sharded module: whole parameters, records, one rank's parts, running states.
 pub mod state {
     pub use burn_fsdp_shard::{
         Agreement, BufferSync, WriteBack, cast_buffers, check_agreement, into_record,
-        load_local_state, moving_average, summon_full_params, sync_buffers,
+        moving_average, summon_full_params, sync_buffers,
     };
 }
 
@@ -116,6 +116,7 @@ pub mod checkpoint {
 /// Compiles a whole train step into one graph, and converts state from and to sharded modules.
 pub mod compile {
     pub use burn_fsdp_certificate::compile;
+    pub use burn_fsdp_glue::blocking::{resume_compiled, save_compiled};
     pub use burn_fsdp_glue::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_spmd::passes::schedule::Options;
     pub use burn_fsdp_spmd::{

@@ -82,7 +82,7 @@ pub enum Error {
 
     // === Damaged or foreign files ===
     /// A folder that is not a step: it has no index, or no checksum of the index.
-    #[error("{path} is not a checkpoint: it has no {missing}; give the folder of a step, such as step-000100, or resume from another step", path = path.display())]
+    #[error("{path} is not a checkpoint, or does not exist: it has no {missing}; give the folder of a step, such as step-000100, or resume from another step", path = path.display())]
     NotACheckpoint {
         /// The folder that is not a step.
         path: PathBuf,

@@ -2,6 +2,7 @@
 
 mod prompt;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -11,6 +12,7 @@ use burn_fsdp::internals::device::DeviceNameError;
 use burn_fsdp_data::DataError;
 use burn_fsdp_models::{ModelConfig, ModelError};
 pub(crate) use prompt::PromptError;
+use serde_json::{Map, Value, json};
 
 use crate::adapters::error::AdapterError;
 
@@ -140,6 +142,16 @@ pub(crate) enum InputError {
     )]
     Operations { path: PathBuf, problem: String },
 
+    #[error(
+        "--init {}: {error}; name a folder or a file on this machine. A model of the hub must be downloaded first, for \
+         example with `hf download NAME --local-dir FOLDER`",
+        path.display()
+    )]
+    NoInit {
+        path: PathBuf,
+        error: std::io::Error,
+    },
+
     #[error("--init {}: {problem}; name the folder in Hugging Face's format that training started from", path.display())]
     Beside { path: PathBuf, problem: String },
 
@@ -173,6 +185,13 @@ pub(crate) enum InputError {
     #[error(transparent)]
     Step(#[from] burn_fsdp::internals::checkpoint::Error),
 
+    #[error("{} is {format}, and not a checkpoint: {remedy}", path.display())]
+    NotACheckpoint {
+        path: PathBuf,
+        format: &'static str,
+        remedy: &'static str,
+    },
+
     #[error("{} is not a model that this command supports: {problem}", path.display())]
     UnknownModel { path: PathBuf, problem: String },
 
@@ -194,7 +213,8 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "{} was saved by a model of {found}, but this run trains {expected}; pass the same sizes",
+        "{} was saved by a model of {found}, but this command has {expected}; pass the same sizes, or the model's own \
+         folder with --init",
         path.display()
     )]
     OtherModel {
@@ -365,6 +385,22 @@ pub(crate) enum InputError {
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
+    #[error(
+        "--chat-field needs the chat template of a tokenizer, but each byte is a token here; pass --init with a folder \
+         that has a tokenizer.json, or --tokenizer with the file"
+    )]
+    ChatOfBytes,
+
+    #[error(
+        "--packing is {given}, but was {was} when step {step} was saved, and the sequences differ; \
+         omit --packing, or train from --init without --resume"
+    )]
+    OtherPacking {
+        given: &'static str,
+        was: &'static str,
+        step: u64,
+    },
+
     #[error("{}: {problem}; --chat-field and --chat need the chat template of a model for chats", path.display())]
     ChatFile { path: PathBuf, problem: String },
 
@@ -385,11 +421,29 @@ impl InputError {
         expected: &ModelConfig,
         found: Option<&ModelConfig>,
     ) -> Self {
-        let sizes = |model: &ModelConfig| serde_json::json!(model).to_string();
+        let sizes = |model: &ModelConfig| match serde_json::json!(model) {
+            Value::Object(sizes) => sizes,
+            other => Map::from_iter([("model".to_owned(), other)]),
+        };
+        let own = sizes(expected);
+        let Some(found) = found.map(sizes) else {
+            return Self::OtherModel {
+                path: step.path().to_owned(),
+                expected: json!(own).to_string(),
+                found: "another kind".to_owned(),
+            };
+        };
+        // Only what differs.
+        let differing = |of: &Map<String, Value>, other: &Map<String, Value>| {
+            let all = of
+                .iter()
+                .filter(|(name, size)| other.get(*name) != Some(*size));
+            json!(all.collect::<BTreeMap<_, _>>()).to_string()
+        };
         Self::OtherModel {
             path: step.path().to_owned(),
-            expected: sizes(expected),
-            found: found.map_or("another kind".to_owned(), sizes),
+            expected: differing(&own, &found),
+            found: differing(&found, &own),
         }
     }
 }

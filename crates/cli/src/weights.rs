@@ -6,11 +6,22 @@ use burn::tensor::TensorData;
 use burn_fsdp::internals::compile::ShardSpec;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::sharding::InitialPart;
-use burn_fsdp::state::load_local_state;
+use burn_fsdp::internals::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
 use crate::adapters::{Factors, initial_magnitudes, is_factor};
-use crate::error::RankError;
+use crate::error::{InputError, RankError};
+
+/// Checks that there is something at the path of `--init`.
+pub(crate) fn check_exists(path: &Path) -> Result<(), InputError> {
+    match path.metadata() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(InputError::NoInit {
+            path: path.to_owned(),
+            error,
+        }),
+    }
+}
 
 /// Checks that a file or folder has the weights of a model.
 pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> {

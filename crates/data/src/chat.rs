@@ -36,6 +36,8 @@ pub(crate) type Part = (String, bool);
 /// A reason why a chat was not rendered.
 #[derive(Debug)]
 pub(crate) enum ChatError {
+    /// The template needs something that does not exist here, for any messages.
+    Template(String),
     Render(String),
     NoMask(String),
 }
@@ -111,7 +113,15 @@ impl ChatTemplate {
             messages, add_generation_prompt, bos_token, eos_token, tools => none, documents => none
         };
         let text = template.and_then(|template| template.render(context));
-        text.map_err(|error| ChatError::Render(error.to_string()))
+        text.map_err(|error| match error.kind() {
+            ErrorKind::UnknownFunction
+            | ErrorKind::UnknownFilter
+            | ErrorKind::UnknownTest
+            | ErrorKind::UnknownMethod => {
+                ChatError::Template(format!("needs something that this program lacks: {error}"))
+            }
+            _ => ChatError::Render(error.to_string()),
+        })
     }
 
     /// Returns the place in `text` where the content of the last of its messages starts: the place of a mark before the
@@ -427,6 +437,25 @@ pub(crate) mod tests {
         let last_only = "{{ messages|length }}{{ messages[-1].content }}";
         let template = ChatTemplate::new(last_only, Default::default()).expect("it is a template");
         assert!(matches!(template.render(CHAT), Err(ChatError::NoMask(_))));
+    }
+
+    #[test]
+    fn what_templates_need_and_lack_is_their_error() {
+        for (template, name) in [
+            ("{{ strftime_now('%d %b %Y') }}", "strftime_now"),
+            ("{{ messages | sorted_by_time }}", "sorted_by_time"),
+            ("{{ messages is grouped }}", "grouped"),
+            ("{{ messages[0].content.reversed() }}", "reversed"),
+        ] {
+            let template = ChatTemplate::new(template, Default::default());
+            let rendered = template.map(|template| template.render(CHAT));
+            match rendered {
+                Ok(Err(ChatError::Template(problem))) => {
+                    assert!(problem.contains(name), "{problem}")
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
     }
 
     #[test]

@@ -81,8 +81,12 @@ fn template_error(problem: String) -> DataError {
 }
 
 fn chat_error(error: ChatError) -> DataError {
-    let (ChatError::Render(problem) | ChatError::NoMask(problem)) = error;
-    template_error(format!("cannot render the message: {problem}"))
+    match error {
+        ChatError::Template(problem) => template_error(problem),
+        ChatError::Render(problem) | ChatError::NoMask(problem) => {
+            template_error(format!("cannot render the message: {problem}"))
+        }
+    }
 }
 
 #[cfg(test)]

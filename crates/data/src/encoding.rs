@@ -114,6 +114,7 @@ impl Encoder {
 fn chat_error(error: ChatError, at: &At<'_>) -> DataError {
     let (path, place) = (at.path.to_owned(), at.place());
     match error {
+        ChatError::Template(problem) => DataError::Template { problem },
         ChatError::Render(problem) => DataError::Render {
             path,
             place,

@@ -1,4 +1,4 @@
-//! Saving and resuming a sharded training run, with one call each: the part of [`checkpoint`](burn_fsdp_checkpoint) that
+//! Saving and resuming a training run, with one call each: the part of [`checkpoint`](burn_fsdp_checkpoint) that
 //! most programs need.
 
 use std::path::Path;
@@ -9,12 +9,14 @@ use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, 
 use burn_fsdp_collectives::{AsMesh, ProcessGroup};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::check_elementwise_once;
+use burn_fsdp_spmd::{BackendIr, Batch, CompiledStep};
 use serde::{Deserialize, Serialize};
 
+use crate::compiled::{restore_compiled, snapshot_compiled};
 use crate::error::CheckpointError;
 use crate::rendezvous::{GroupRendezvous, exchange};
 use crate::restore::restore;
-use crate::snapshot::snapshot;
+use crate::snapshot::{TrainingSnapshot, snapshot};
 use crate::state_types::check_state_types;
 
 /// A training run restored from a saved step, or a fresh one.
@@ -92,9 +94,100 @@ pub fn save<M: Module>(
     mesh: &impl AsMesh,
 ) -> Result<Saved, CheckpointError> {
     let mesh = mesh.as_mesh("shard")?;
-    let world = mesh.world();
     let taken =
         shard_axis(mesh.mesh()).and_then(|axis| snapshot(model, optimizer, mesh.mesh(), axis));
+    save_taken(folder.as_ref(), step, taken, mesh.world())
+}
+
+/// Saves a compiled step, as [`save`] saves a sharded model and its optimizer. The number of the saved step is the number
+/// of steps that it has done. Any number of ranks can continue from it, with compiled steps or with the eager engine.
+///
+/// Collective: all ranks of `mesh` call it at the same point, and all get the same result. `mesh` contains the ranks of
+/// the step's mode; it can be the group that the mode was given.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::compile::{compile, resume_compiled, save_compiled, Mode};
+/// use burn_fsdp::{launch, Error, LaunchConfig, Strategy};
+///
+/// /// Trains to step `until`, resuming from an earlier run in this folder.
+/// fn train(folder: &std::path::Path, ranks: usize, until: u64) -> Result<Vec<f64>, Error> {
+///     let folder = folder.to_owned();
+///     Ok(launch(LaunchConfig::new(ranks), move |world| {
+///         let mut step = compile(
+///             |device: &Device| LinearConfig::new(4, 2).init(device),
+///             |model: &Linear, x: Tensor<2>| model.forward(x).square().mean(),
+///             AdamWConfig::new().build(),
+///             Mode::data_parallel(world.clone(), Strategy::FullShard),
+///         )?;
+///         let mut loss = f64::NAN;
+///         for _ in resume_compiled(&folder, &mut step, &world)?..until {
+///             loss = step.step(1e-2, &Tensor::ones([3, 4], &Device::flex()))?;
+///         }
+///         save_compiled(&folder, &mut step, &world)?;
+///         Ok::<_, Error>(loss)
+///     })?)
+/// }
+///
+/// let (folder, other) = (tempfile::tempdir()?, tempfile::tempdir()?);
+/// train(folder.path(), 2, 5)?;
+/// // The losses are those of a run without a break.
+/// assert!((train(folder.path(), 3, 7)?[0] - train(other.path(), 1, 7)?[0]).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+///
+/// Every rank returns an error if any rank fails. Causes: an error of
+/// [`snapshot_compiled`]; ranks that have done different numbers of steps; a folder that already has this step.
+pub fn save_compiled<B: Batch, Be: BackendIr, O>(
+    folder: impl AsRef<Path>,
+    step: &mut CompiledStep<B, Be, O>,
+    mesh: &impl AsMesh,
+) -> Result<Saved, CheckpointError> {
+    let mesh = mesh.as_mesh("shard")?;
+    let taken = match shard_axis(mesh.mesh()) {
+        Ok(axis) => snapshot_compiled(step, mesh.mesh(), axis),
+        Err(error) => Err(error),
+    };
+    save_taken(folder.as_ref(), step.num_steps(), taken, mesh.world())
+}
+
+/// Loads the newest step in `folder` into a compiled step, as [`resume`] does for a sharded model and its optimizer. Either
+/// engine may have saved it. Returns the number of steps done, which is 0 if nothing in the folder is named like a step;
+/// then nothing changes.
+///
+/// Collective: all ranks of `mesh` call it at the same point.
+///
+/// # Errors
+///
+/// As [`resume`] and [`restore_compiled`].
+pub fn resume_compiled<B: Batch, Be: BackendIr, O>(
+    folder: impl AsRef<Path>,
+    step: &mut CompiledStep<B, Be, O>,
+    mesh: &impl AsMesh,
+) -> Result<u64, CheckpointError> {
+    let mesh = mesh.as_mesh("shard")?;
+    let checkpoints = Checkpoints::new(folder.as_ref());
+    let Some(number) = newest(&checkpoints, mesh.world())? else {
+        return Ok(0);
+    };
+    let restored = open(&checkpoints, number).and_then(|saved| restore_compiled(step, &saved));
+    agreed(mesh.world(), "resume, restored", number, restored)?;
+    Ok(number)
+}
+
+/// Saves what a rank has taken, as the state after `step` steps.
+///
+/// Collective.
+fn save_taken(
+    folder: &Path,
+    step: u64,
+    taken: Result<TrainingSnapshot, CheckpointError>,
+    world: &ProcessGroup,
+) -> Result<Saved, CheckpointError> {
     let mut taken = agreed(world, "save, snapshot", step, taken)?;
     let training = TrainingState {
         step,
@@ -103,7 +196,7 @@ pub fn save<M: Module>(
     };
     let request = SaveRequest::new(taken.plan, training);
     let mut rendezvous = GroupRendezvous::new(world.clone());
-    let checkpoints = Checkpoints::new(folder.as_ref());
+    let checkpoints = Checkpoints::new(folder);
     Ok(burn_fsdp_checkpoint::save(
         &checkpoints,
         &request,
@@ -133,12 +226,7 @@ pub fn resume<M: Module>(
     let mesh = mesh.as_mesh("shard")?;
     let world = mesh.world();
     let checkpoints = Checkpoints::new(folder.as_ref());
-    let newest = match world.rank() {
-        0 => checkpoints.steps().map(|steps| steps.last().copied()),
-        _ => Ok(None),
-    };
-    let newest = newest_of_rank_0(world, newest)?;
-    let Some(number) = newest else {
+    let Some(number) = newest(&checkpoints, world)? else {
         // Fail now rather than at the first save.
         let checked = check_elementwise_once(&model, &optimizer)
             .map_err(CheckpointError::from)
@@ -157,6 +245,17 @@ pub fn resume<M: Module>(
         optimizer,
         step: number,
     })
+}
+
+/// Returns the number of the newest step that rank 0 finds.
+///
+/// Collective.
+fn newest(checkpoints: &Checkpoints, world: &ProcessGroup) -> Result<Option<u64>, CheckpointError> {
+    let newest = match world.rank() {
+        0 => checkpoints.steps().map(|steps| steps.last().copied()),
+        _ => Ok(None),
+    };
+    newest_of_rank_0(world, newest)
 }
 
 fn open(

@@ -1,5 +1,7 @@
 //! The library-wide error, and the error of saving and restoring.
 
+use std::fmt;
+
 use burn::tensor::DType;
 use burn_fsdp_checkpoint::Error as StepError;
 use burn_fsdp_collectives::LaunchError;
@@ -11,8 +13,9 @@ use crate::device_name::DeviceNameError;
 /// [`launch`](burn_fsdp_collectives::launch()), can use `?` on the errors of sharding, steps, collectives, meshes, checkpoints,
 /// compiled steps and launches.
 ///
-/// The functions themselves return their own error types, which have more detail for a `match`.
-#[derive(Debug, ThisError)]
+/// The functions themselves return their own error types, which have more detail for a `match`. The message is also what
+/// `{:?}` prints, because Rust prints the error of `main` that way.
+#[derive(ThisError)]
 #[non_exhaustive]
 pub enum Error {
     /// An error of the eager engine: sharding, a step, or the state of a module.
@@ -173,6 +176,12 @@ pub enum Error {
     Launch(Box<LaunchError>),
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 impl From<burn_fsdp_shard::Error> for Error {
     fn from(error: burn_fsdp_shard::Error) -> Self {
         Self::Sharding(Box::new(error))
@@ -241,6 +250,21 @@ pub enum CheckpointError {
         rank: usize,
         /// The error message of that rank.
         reason: String,
+    },
+    /// A mesh other than the one over which the model is sharded.
+    #[error(
+        "`{path}` is sharded over {ranks} ranks, but the axis `{axis}` of the given mesh has {got}; pass the mesh that \
+         `fully_shard` was given"
+    )]
+    OtherMesh {
+        /// The parameter's path.
+        path: String,
+        /// The number of ranks among which the parameter is divided.
+        ranks: usize,
+        /// The axis of the shards.
+        axis: String,
+        /// The number of ranks along the axis.
+        got: usize,
     },
     /// A factor of an adapter that was trained with another scale.
     #[error(

@@ -299,6 +299,15 @@ impl Ranks<'_> {
         let LocalPart::Shard { partition, .. } = &local.part else {
             return Ok(Layout::replicated(self.mesh));
         };
+        let (ranks, got) = (partition.num_shards(), self.mesh.axis(self.axis)?.size);
+        if ranks != got {
+            return Err(CheckpointError::OtherMesh {
+                path: local.path.clone(),
+                ranks,
+                axis: self.axis.to_owned(),
+                got,
+            });
+        }
         if partition.multiple() > 1 {
             let multiple = partition.multiple();
             return Ok(Layout::multiples(self.mesh, self.axis, multiple)?);

@@ -7,7 +7,7 @@ use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use burn::train::{InferenceStep, LearnerModel, TrainStep};
-use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_shard::{
     Agreement, BufferSync, Clip, LossScaler, catch, check_agreement, check_elementwise,
     check_same_optimizer, clip_grad_norm, local_ids, sync_buffers,
@@ -26,13 +26,13 @@ use crate::whole_state::divided;
 use burn_fsdp_glue::error::Error;
 use burn_fsdp_glue::state_types::check_state_types;
 
-/// Trains on one rank. Returns the sharded model and its optimizer.
+/// Trains on one rank. Returns the mesh over which the model is sharded, the model and its optimizer.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(
     world: &ProcessGroup,
     start: Start<M>,
-) -> Result<(M, ModuleOptimizer), Error> {
+) -> Result<(ProcessMesh, M, ModuleOptimizer), Error> {
     let Start {
         model,
         optimizer,
@@ -104,9 +104,13 @@ pub(crate) fn train<M: LearnerModel>(
     };
     rank.train(&training, &validation)?;
     let Eager {
-        model, optimizer, ..
+        groups,
+        model,
+        optimizer,
+        ..
     } = rank.trainer;
-    Ok((model.expect("the optimizer gives it back"), optimizer))
+    let model = model.expect("the optimizer gives it back");
+    Ok((groups.mesh, model, optimizer))
 }
 
 /// Rejects a model with trained parameters outside of all units: each rank would train its own copy, and only one copy

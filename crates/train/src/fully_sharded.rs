@@ -6,7 +6,7 @@ use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::{Device, Tensor};
 use burn::train::{InferenceStep, LearnerModel, LearningResult, SupervisedTraining, TrainStep};
-use burn_fsdp_collectives::{LaunchConfig, ProcessGroup};
+use burn_fsdp_collectives::{LaunchConfig, ProcessMesh};
 use burn_fsdp_shard::{BufferSync, Clip, LossScaler, ShardPolicy, sync_buffers, unsharded};
 
 use crate::lent::Lent;
@@ -255,8 +255,8 @@ impl FullySharded {
     /// or do nothing.
     /// Returns the ranks' results, in rank order.
     ///
-    /// `end` receives the process group over which the model is sharded, the model, and the optimizer with the state of
-    /// the rank's shards. The model is in training mode and has the type of the whole model. All ranks call `end` at
+    /// `end` receives the mesh over which the model is sharded, the model, and the optimizer with the state of the rank's
+    /// shards. The model is in training mode and has the type of the whole model. All ranks call `end` at
     /// the same point, so it may call collective functions.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl FullySharded {
         model: M,
         optimizer: ModuleOptimizer,
         rates: impl Into<ModuleLrScheduler>,
-        end: impl Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
+        end: impl Fn(&ProcessMesh, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
     ) -> Result<LearningResult<Vec<T>>, Error> {
         check_threads("launch_sharded_among_processes")?;
         let learner = (optimizer, rates.into());
@@ -374,7 +374,7 @@ impl FullySharded {
         model: M,
         optimizer: ModuleOptimizer,
         rates: impl Into<ModuleLrScheduler>,
-        end: impl Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
+        end: impl Fn(&ProcessMesh, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
     ) -> Result<LearningResult<Vec<T>>, Error>
     where
         M: LearnerModel,
@@ -405,10 +405,10 @@ impl FullySharded {
     ) -> Result<LearningResult<M>, Error> {
         let left = Left::nothing();
         let text = left.text.clone();
-        let end = move |world: &ProcessGroup, model: M, optimizer: ModuleOptimizer| {
+        let end = move |mesh: &ProcessMesh, model: M, optimizer: ModuleOptimizer| {
             drop(optimizer);
             let model = match whole {
-                Whole::OfRank0 => unsharded(&model, world.rank() == 0)?,
+                Whole::OfRank0 => unsharded(&model, mesh.world().rank() == 0)?,
                 Whole::OfAll => {
                     let model = sync_buffers(model, BufferSync::Broadcast)?;
                     unsharded(&model, true)?

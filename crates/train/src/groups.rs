@@ -12,6 +12,8 @@ pub(crate) const SHARD: &str = "shard";
 
 /// The groups that contain a rank.
 pub(crate) struct Groups {
+    /// The mesh over which the model is sharded.
+    pub(crate) mesh: ProcessMesh,
     /// All ranks.
     pub(crate) world: ProcessGroup,
     /// The ranks among which this rank's replica is sharded.
@@ -30,23 +32,22 @@ impl Groups {
         replicas: usize,
         policy: ShardPolicy,
     ) -> Result<(M, Self), Error> {
-        if replicas == 1 {
-            let model = fully_shard(model, world, policy).map_err(of_loop)?;
-            let groups = Self {
-                world: world.clone(),
-                shards: world.clone(),
-                replicas: None,
-            };
-            return Ok((model, groups));
-        }
-        let mesh = mesh(world, replicas)?;
+        let (mesh, policy, of_replicas) = if replicas == 1 {
+            let mesh = Mesh::line(SHARD, world.size())?;
+            (ProcessMesh::new(world, mesh)?, policy, None)
+        } else {
+            let mesh = mesh(world, replicas)?;
+            let of_replicas = mesh.along(REPLICATE)?.clone();
+            let policy = policy.replicate_axis(REPLICATE);
+            (mesh, policy, Some(of_replicas))
+        };
+        let model = fully_shard(model, &mesh, policy).map_err(of_loop)?;
         let groups = Self {
             world: world.clone(),
             shards: mesh.along(SHARD)?.clone(),
-            replicas: Some(mesh.along(REPLICATE)?.clone()),
+            replicas: of_replicas,
+            mesh,
         };
-        let policy = policy.replicate_axis(REPLICATE);
-        let model = fully_shard(model, &mesh, policy).map_err(of_loop)?;
         Ok((model, groups))
     }
 

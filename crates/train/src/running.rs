@@ -12,7 +12,7 @@ use burn::train::{
     InferenceStep, Learner, LearnerModel, LearningResult, SupervisedTraining, TrainStep,
     TrainingStrategy,
 };
-use burn_fsdp_collectives::{LaunchError, ProcessGroup, processes};
+use burn_fsdp_collectives::{LaunchError, ProcessGroup, ProcessMesh, processes};
 
 use crate::eager;
 use crate::lent::Lent;
@@ -80,13 +80,14 @@ fn text(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or("a panic without a message").to_owned()
 }
 
-/// Returns the function that trains on each rank by the eager engine, and then calls `end` with its shards.
+/// Returns the function that trains on each rank by the eager engine, and then calls `end` with the mesh and its
+/// shards.
 pub(crate) fn by_the_eager_engine<M: LearnerModel, T>(
-    end: impl Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
+    end: impl Fn(&ProcessMesh, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static,
 ) -> Body<M, T> {
     Arc::new(move |world: &ProcessGroup, start: Start<M>| {
-        let (model, optimizer) = eager::train(world, start)?;
-        end(world, model, optimizer)
+        let (mesh, model, optimizer) = eager::train(world, start)?;
+        end(&mesh, model, optimizer)
     })
 }
 

@@ -1,8 +1,8 @@
 //! Replicas of a sharded model, in Burn's own loop.
 
-use burn_fsdp::LaunchConfig;
 use burn_fsdp::internals::state::local_state;
 use burn_fsdp::train::FullySharded;
+use burn_fsdp::{LaunchConfig, ShardPolicy, fully_shard, resume, save};
 
 use super::network::{BATCH, Net, items};
 use super::runs::logged;
@@ -53,6 +53,57 @@ fn each_replica_holds_the_model_in_shards() {
     );
     let shards = shards.unwrap_or_else(|error| panic!("{error}")).model;
     assert_eq!(shards, [0..168, 168..336, 0..168, 168..336]);
+}
+
+/// Each rank's shards can be saved over the mesh that it gets. A group of all ranks is another mesh.
+#[test]
+fn replicas_save_over_their_mesh() {
+    for replicas in [1, 2] {
+        let (at, steps) = (folder(), folder());
+        let steps_at = steps.path().to_owned();
+        let trained = on(4).replicas(replicas).launch_sharded(
+            training(at.path(), (items(8, 1), items(4, 2)), BATCH),
+            Net::new(&device()),
+            optimizer(),
+            rates(),
+            move |mesh, model, optimizer| {
+                let wrong = save(&steps_at, 2, &model, &optimizer, mesh.world());
+                assert_eq!(wrong.is_ok(), replicas == 1);
+                if let Err(error) = wrong {
+                    let error = error.to_string();
+                    let words =
+                        "sharded over 2 ranks, but the axis `shard` of the given mesh has 4";
+                    assert!(error.contains(words), "{error}");
+                }
+                let blank = Net::new(&device()).with_other_values();
+                save(&steps_at, 3, &model, &optimizer, mesh)?;
+                let blank = fully_shard(blank, mesh, policy(replicas))?;
+                let resumed = resume(&steps_at, blank, super::optimizer(), mesh)?;
+                assert_eq!(resumed.step, 3);
+                assert_eq!(parts(&resumed.model), parts(&model));
+                Ok(())
+            },
+        );
+        trained.unwrap_or_else(|error| panic!("{error}"));
+    }
+}
+
+fn policy(replicas: usize) -> ShardPolicy {
+    let policy = ShardPolicy::new().units(["conv", "hidden"]);
+    if replicas > 1 {
+        policy.replicate_axis("replicate")
+    } else {
+        policy
+    }
+}
+
+/// This rank's part of each tensor.
+fn parts(model: &Net) -> Vec<Vec<u8>> {
+    let local = local_state(model).expect("a sharded model");
+    local
+        .iter()
+        .map(|tensor| tensor.elements.as_bytes().to_vec())
+        .collect()
 }
 
 /// Checkpoints are those of one device: they move between meshes.

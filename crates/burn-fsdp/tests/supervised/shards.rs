@@ -26,11 +26,11 @@ fn launch_sharded_returns_the_result_of_each_rank() {
                 Net::new(&device()),
                 optimizer(),
                 rates(),
-                move |world, model, optimizer| {
-                    save(&to, 15, &model, &optimizer, world)?;
+                move |mesh, model, optimizer| {
+                    save(&to, 15, &model, &optimizer, mesh)?;
                     let local = local_state(&model)?.into_iter();
                     let held = local.map(|tensor| tensor.range().len()).sum::<usize>();
-                    Ok((world.rank(), held))
+                    Ok((mesh.world().rank(), held))
                 },
             );
         let result = result.unwrap_or_else(|error| panic!("{error}"));

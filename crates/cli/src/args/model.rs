@@ -73,6 +73,17 @@ pub(crate) enum PackingArg {
     Single,
 }
 
+impl PackingArg {
+    /// Returns the name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Documents => "documents",
+            Self::Joined => "joined",
+            Self::Single => "single",
+        }
+    }
+}
+
 /// The formats of documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DataFormat {

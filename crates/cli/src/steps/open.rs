@@ -41,5 +41,28 @@ fn open(folder: &Checkpoints, is_folder: bool, path: &Path) -> Result<Step, Fail
     } else {
         Step::open(PathBuf::from(path))
     };
-    step.map_err(|error| InputError::from(error).into())
+    step.map_err(|error| of_other_format(path).unwrap_or_else(|| error.into()).into())
+}
+
+/// Returns the error for a folder of `transformers` or of peft, which is not a checkpoint.
+fn of_other_format(path: &Path) -> Option<InputError> {
+    let (format, remedy) = if path.join("adapter_config.json").is_file() {
+        (
+            "adapters in peft's format",
+            "`burn-fsdp consolidate` with --merge and --init merges them into their model",
+        )
+    } else if path.join("config.json").is_file() {
+        (
+            "a model in Hugging Face's format",
+            "`burn-fsdp generate` and `burn-fsdp train` read it with --init",
+        )
+    } else {
+        return None;
+    };
+    let path = path.to_owned();
+    Some(InputError::NotACheckpoint {
+        path,
+        format,
+        remedy,
+    })
 }

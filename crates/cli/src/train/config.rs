@@ -14,7 +14,8 @@ use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::{AdapterSizes, Factors, TrainedAdapters};
 use crate::args::{
-    CheckpointArgs, DataArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
+    CheckpointArgs, DataArgs, Float, NotFinite, PackingArg, ReplicateSize, StrategyArg, TrainArgs,
+    TrainingArgs,
 };
 use crate::codec::Chosen;
 use crate::console;
@@ -136,8 +137,12 @@ pub(crate) struct StepConfig {
 impl TrainConfig {
     /// Resolves and checks all arguments. Cheap checks come first, and disk access comes last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
-        let args = with_packing(args);
+        let args = with_packing(args)?;
         let check = args.sharding.check.check(args.output.operations.is_some());
+        args.model
+            .init
+            .as_deref()
+            .map_or(Ok(()), weights::check_exists)?;
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
         let adapters = sizes::adapters(&args.model, &model)?;
@@ -336,12 +341,29 @@ fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     Chosen::find(given, folder, || goes_on_in_bytes(&args.checkpoint))
 }
 
-/// Sets the packing of a resumed run to that of its step, unless another one is given.
-fn with_packing(mut args: TrainArgs) -> TrainArgs {
-    if documents::are_meant(&args.data) && args.data.packing.is_none() {
-        args.data.packing = saved(&args.checkpoint).and_then(|step| packing_of(&step));
+/// Sets the packing of a resumed run to that of its step, and rejects one with other sequences.
+fn with_packing(mut args: TrainArgs) -> Result<TrainArgs, InputError> {
+    if !documents::are_meant(&args.data) {
+        return Ok(args);
     }
-    args
+    let saved = saved(&args.checkpoint);
+    let was = saved.as_ref().and_then(packing_of);
+    // The other two divide a text into the same sequences.
+    let is_single = |packing| packing == PackingArg::Single;
+    match (args.data.packing, was, saved) {
+        (Some(given), Some(was), Some(saved)) if is_single(given) != is_single(was) => {
+            Err(InputError::OtherPacking {
+                given: given.name(),
+                was: was.name(),
+                step: saved.step,
+            })
+        }
+        (None, was, _) => {
+            args.data.packing = was;
+            Ok(args)
+        }
+        _ => Ok(args),
+    }
 }
 
 /// Returns true if the step that a run resumes from was trained on bytes.

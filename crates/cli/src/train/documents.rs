@@ -194,6 +194,7 @@ impl Documents {
                 (Fields::Chat(_), TextCodec::Tokenizer(tokenizer)) => {
                     Some(ChatFiles::beside(tokenizer.path())?)
                 }
+                (Fields::Chat(_), TextCodec::Bytes) => return Err(InputError::ChatOfBytes),
                 _ => None,
             },
         };
@@ -204,7 +205,8 @@ impl Documents {
         let held_out = held_out(&dataset, most)?;
         if held_out.is_empty() && args.data.eval_batches > 0 {
             warnings.push(format!(
-                "there is no evaluation, because no document, or less than a sequence, is in the held-out {:.0} % of hashes",
+                "there is no evaluation: a document is held out if the hash of its text is among the lowest {:.0} %, and \
+                 the held-out documents of this data do not fill a sequence",
                 100.0 * HELD_OUT
             ));
         }

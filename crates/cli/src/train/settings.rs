@@ -28,6 +28,9 @@ const PACKING: &str = "--packing";
 /// The flag for the type in which gradients are reduced.
 const REDUCE_DTYPE: &str = "--reduce-dtype";
 
+/// The setting of the step at which a learning-rate schedule ends.
+const LAST_STEP: &str = "--warmup and --steps";
+
 /// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and if the step does not specify it.
 pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
     saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
@@ -237,7 +240,7 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
     }));
     if *lr_schedule != LrSchedule::Constant {
         let both = json!(warmup.saturating_add(*steps));
-        all.insert("--warmup and --steps".to_owned(), both);
+        all.insert(LAST_STEP.to_owned(), both);
     }
     if *lr_schedule == LrSchedule::Wsd {
         all.insert("--lr-decay".to_owned(), json!(lr_decay));
@@ -340,6 +343,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
 fn flag_of(name: &str) -> String {
     match name {
         DATA | TOKENIZER => format!("--{name}"),
+        LAST_STEP => format!("the schedule's last step ({LAST_STEP})"),
         flag => flag.to_owned(),
     }
 }

@@ -317,3 +317,37 @@ fn files_in(folder: &std::path::Path) -> Vec<PathBuf> {
         .chain(nested.collect::<Vec<_>>())
         .collect()
 }
+
+/// Folders of other formats, where a checkpoint is expected, are named with the command that reads them.
+#[test]
+fn folders_of_models_are_no_checkpoints() {
+    let folder = Folder::new();
+    for (name, file, words) in [
+        (
+            "hub",
+            "config.json",
+            "Hugging Face's format, and not a checkpoint",
+        ),
+        (
+            "peft",
+            "adapter_config.json",
+            "peft's format, and not a checkpoint",
+        ),
+        (
+            "other",
+            "notes.txt",
+            "other is not a checkpoint, or does not exist",
+        ),
+    ] {
+        std::fs::create_dir(folder.path(name)).expect("a writable folder");
+        folder.write(&format!("{name}/{file}"), "{}");
+        for command in ["generate --prompt x", "inspect"] {
+            let run = folder.run(&format!("{command} {name}"));
+            assert_eq!(run.code, 2, "{}", run.stderr);
+            assert!(run.stderr.contains(words), "{command}: {}", run.stderr);
+        }
+    }
+    let run = folder.run("generate nowhere --prompt x");
+    let words = "nowhere is not a checkpoint, or does not exist";
+    assert!(run.stderr.contains(words), "{}", run.stderr);
+}

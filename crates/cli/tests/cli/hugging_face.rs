@@ -441,7 +441,7 @@ fn invalid_combinations_are_named_in_the_error() {
         ("--model llama --synthetic", "pass --init FOLDER"),
         (
             "--model llama --init missing --synthetic",
-            "pass --init FOLDER",
+            "--init missing: No such file",
         ),
         (
             "--model gpt2 --init llama --synthetic",

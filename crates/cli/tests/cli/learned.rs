@@ -329,7 +329,11 @@ fn missing_fields_and_templates_are_named() {
         ),
         (
             "--data chats.jsonl --chat-field messages --tokenizer bytes",
-            &["chat template", "missing"],
+            &["--chat-field", "chat template", "tokenizer.json"],
+        ),
+        (
+            "--data chats.jsonl --chat-field messages --init smollm/instruct",
+            &["--init smollm/instruct", "No such file", "hf download"],
         ),
     ] {
         let run = folder.train(&format!("{flags} --steps 2"));

@@ -8,8 +8,9 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The variable that selects threads or processes as ranks.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
-/// The reason why a launch did not return a result for every rank.
-#[derive(Debug, thiserror::Error)]
+/// The reason why a launch did not return a result for every rank. The message is also what `{:?}` prints, because Rust
+/// prints the error of `main` that way.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     /// A launch without ranks.
@@ -138,6 +139,12 @@ pub enum LaunchError {
         /// The ranks that did not return within the grace period.
         abandoned: Vec<usize>,
     },
+}
+
+impl fmt::Debug for LaunchError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// A number of processes, if it is known.

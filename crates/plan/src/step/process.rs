@@ -26,7 +26,7 @@ impl ProcessBytes {
     ///
     /// It exceeds the factors measured for GPT and Llama models: 1.01 to 1.07, at peaks of 10 to 190 MB on 1 to 4
     /// ranks. `cargo test --release --test plan_allocator -- --nocapture` repeats the measurement under an allocator
-    /// that counts the bytes of each rank. `docs/plan.md` has the numbers and the processors.
+    /// that counts the bytes of each rank. `docs/book/src/planning.md` has the numbers and the processors.
     pub const FACTOR: f64 = 1.08;
 
     /// The range of the factor for other models. It is highest for convolutions, which copy their windows into rows.

@@ -67,7 +67,7 @@ struct Comparison {
     percent: Option<f64>,
 }
 
-/// Returns the table of `docs/plan.md`, with a summary below it.
+/// Returns the table of `docs/book/src/planning.md`, with a summary below it.
 fn table() -> String {
     let mut table = String::from(
         "| source | model | ranks | machine | batch x tokens | recomputed | figure | published | predicted | difference | planned GiB |\n\
@@ -366,10 +366,13 @@ fn rows_that_repeat_a_fit_are_predicted_as_the_fit() {
 #[test]
 fn published_figures_in_the_documentation_are_recomputed() {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
-    let path = Path::new(&folder).join("../../../docs/plan.md");
-    let page = std::fs::read_to_string(path).expect("docs/plan.md");
+    let path = Path::new(&folder).join("../../../docs/book/src/planning.md");
+    let page = std::fs::read_to_string(path).expect("docs/book/src/planning.md");
     for line in table().lines() {
-        assert!(page.contains(line), "docs/plan.md lacks: {line}");
+        assert!(
+            page.contains(line),
+            "docs/book/src/planning.md lacks: {line}"
+        );
     }
 }
 

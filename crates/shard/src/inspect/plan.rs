@@ -100,7 +100,13 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
     };
     let total = plan.num_params();
     let largest = plan.units.iter().max_by_key(|unit| unit.num_params);
+    let units = root.units();
+    let slots = units.iter().flat_map(|unit| &unit.slots);
+    let of_slots = slots.map(|slot| slot.partition.num_elements());
+    // No choice of units divides one parameter.
+    let can_divide = of_slots.max().is_some_and(|most| 2 * most <= total);
     if let Some(unit) = largest
+        && can_divide
         && 2 * unit.num_params > total
     {
         plan.warnings.push(format!(

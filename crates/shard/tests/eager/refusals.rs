@@ -89,7 +89,7 @@ fn plain_modules_must_be_sharded_first() {
 #[derive(Module, Debug)]
 struct Lopsided {
     small: Linear,
-    large: Param<Tensor<2>>,
+    large: [Param<Tensor<2>>; 2],
 }
 
 #[test]
@@ -97,17 +97,21 @@ fn a_unit_with_most_parameters_is_warned_about() {
     on_ranks(1, |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 1)?)?;
         let device = device();
-        let module = Lopsided {
-            small: LinearConfig::new(2, 2).init(&device),
-            large: Param::from_tensor(Tensor::zeros([20, 20], &device)),
+        let plan = |columns: [usize; 2]| {
+            let large =
+                columns.map(|columns| Param::from_tensor(Tensor::zeros([20, columns], &device)));
+            let small = LinearConfig::new(2, 2).init(&device);
+            let policy = ShardPolicy::new().units(["small"]);
+            wrap_plan(&fully_shard(Lopsided { small, large }, &mesh, policy)?)
         };
-        let policy = ShardPolicy::new().units(["small"]);
-        let plan = wrap_plan(&fully_shard(module, &mesh, policy)?)?;
+        let divisible = plan([10, 10])?;
         assert!(
-            plan.warnings[0].contains("unit `root` holds 400 of 406"),
-            "{plan}"
+            divisible.warnings[0].contains("unit `root` holds 400 of 406"),
+            "{divisible}"
         );
-        assert!(plan.to_string().contains("warning: "), "{plan}");
+        assert!(divisible.to_string().contains("warning: "), "{divisible}");
+        // Other units would not help.
+        assert_eq!(plan([19, 1])?.warnings, [""; 0]);
         Ok(())
     });
 }
