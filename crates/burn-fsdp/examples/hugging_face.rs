@@ -13,7 +13,7 @@ use burn::module::{Lora, Module, ParamGroup};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::inspect::memory;
-use burn_fsdp::internals::state::load_local_state;
+use burn_fsdp::state::load_local_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
     launch,

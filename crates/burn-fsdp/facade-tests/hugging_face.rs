@@ -13,9 +13,9 @@ use burn_fsdp::compile::{Mode, compile};
 use burn_fsdp::inspect::{memory, num_params};
 use burn_fsdp::internals::inspect::reset_peak;
 use burn_fsdp::internals::optim::params_with_gradient;
-use burn_fsdp::internals::state::load_local_state;
 use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::into_record;
+use burn_fsdp::state::load_local_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, resume, save,

@@ -31,7 +31,7 @@ pub mod inspect {
 pub mod state {
     pub use burn_fsdp_glue::optimizer_whole::{shard_optimizer, unsharded_optimizer};
     pub use burn_fsdp_shard::{
-        FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, full_state, load_local_state,
+        FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor, cast_buffers, full_state,
         local_ids, local_state, recorded_state, renew_stand_ins, reset, settle_ids, unsharded,
     };
 }

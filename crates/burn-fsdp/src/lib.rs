@@ -92,7 +92,7 @@ pub mod inspect {
 /// Access to the state of a sharded module: whole parameters, records, one rank's parts, running states.
 pub mod state {
     pub use burn_fsdp_shard::{
-        Agreement, BufferSync, WriteBack, cast_buffers, check_agreement, into_record,
+        Agreement, BufferSync, WriteBack, check_agreement, into_record, load_local_state,
         moving_average, summon_full_params, sync_buffers,
     };
 }

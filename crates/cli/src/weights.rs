@@ -6,7 +6,7 @@ use burn::tensor::TensorData;
 use burn_fsdp::internals::compile::ShardSpec;
 use burn_fsdp::internals::mesh::Region;
 use burn_fsdp::internals::sharding::InitialPart;
-use burn_fsdp::internals::state::load_local_state;
+use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
 use crate::adapters::{Factors, initial_magnitudes, is_factor};

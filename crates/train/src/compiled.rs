@@ -16,7 +16,7 @@ use burn_fsdp_tensors::moved_to;
 use crate::agreement::check_same;
 use crate::compiled_output::CompiledOutput;
 use crate::compiled_state::{Fields, resume, staged};
-use crate::course::Ranks;
+use crate::course::{Course, Ranks};
 use crate::groups::{REPLICATE, mesh};
 use crate::rank::{Rank, Start, check_scratch};
 use crate::scratch::Scratch;
@@ -68,15 +68,7 @@ where
         lead,
         ..
     } = start;
-    for (of, items) in [
-        ("training", course.items),
-        ("validation", course.validated_items),
-    ] {
-        if !items.is_multiple_of(world.size()) {
-            let ranks = world.size();
-            return Err(Error::UnevenItems { of, items, ranks });
-        }
-    }
+    check_items(&course, world.size())?;
     if course.among == Ranks::Processes {
         let style = format!("{:?} {:?}", setup.strategy, setup.options);
         check_same(
@@ -128,6 +120,21 @@ where
         whole = whole.map(|model| model.map(&mut Put::new(path, value)));
     }
     Ok(whole.map(|model| model.valid()))
+}
+
+/// Checks that the ranks get equally many items, because their batches must have the same shapes.
+fn check_items<M: LearnerModel>(course: &Course<M>, ranks: usize) -> Result<(), Error> {
+    let all = [
+        ("training", course.items),
+        ("validation", course.validated_items),
+    ];
+    let uneven = all
+        .into_iter()
+        .find(|(_, items)| !items.is_multiple_of(ranks));
+    match uneven {
+        Some((of, items)) => Err(Error::UnevenItems { of, items, ranks }),
+        None => Ok(()),
+    }
 }
 
 /// A compiled step of a training run, and the evaluation of its validations.

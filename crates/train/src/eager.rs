@@ -56,7 +56,8 @@ pub(crate) fn train<M: LearnerModel>(
     if policy.attaches_adapters() {
         return Err(Error::AdaptersInTraining);
     }
-    if course.among == Ranks::Processes {
+    let are_processes = course.among == Ranks::Processes;
+    if are_processes {
         check_same(world, &course, &model, &[])?;
     }
     let policy = policy.gradient_hook(by_items);
@@ -67,7 +68,7 @@ pub(crate) fn train<M: LearnerModel>(
         // Reject now, rather than on resuming, an optimizer whose checkpoints could not be resumed.
         check_state_types(&model, &optimizer)?;
     }
-    if course.among == Ranks::Processes {
+    if are_processes {
         check_same_optimizer(&model, &optimizer)?;
         model = sync_buffers(model, BufferSync::Broadcast)?;
         // Each process has created the tensors outside of all units itself.
@@ -76,10 +77,7 @@ pub(crate) fn train<M: LearnerModel>(
     let parent = course.settings.scratch.as_deref();
     check_scratch(&course, lead.as_ref())?;
     let optimizer = divided(&model, optimizer, whole, &groups, parent)?;
-    let rates = match course.among {
-        Ranks::Threads => None,
-        Ranks::Processes => Some(Rates::of(&model)?),
-    };
+    let rates = are_processes.then(|| Rates::of(&model)).transpose()?;
     let trainer = Eager {
         groups,
         model: Some(model),
@@ -103,14 +101,9 @@ pub(crate) fn train<M: LearnerModel>(
         lead,
     };
     rank.train(&training, &validation)?;
-    let Eager {
-        groups,
-        model,
-        optimizer,
-        ..
-    } = rank.trainer;
-    let model = model.expect("the optimizer gives it back");
-    Ok((groups.mesh, model, optimizer))
+    let trained = rank.trainer;
+    let model = trained.model.expect("the optimizer gives it back");
+    Ok((trained.groups.mesh, model, trained.optimizer))
 }
 
 /// Rejects a model with trained parameters outside of all units: each rank would train its own copy, and only one copy

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use burn_fsdp_models::TextCodec;
 use serde_json::Value;
 
 use crate::error::InputError;
@@ -25,6 +26,14 @@ pub(crate) struct ChatFiles {
 }
 
 impl ChatFiles {
+    /// Reads the files of a codec, which must have a tokenizer.
+    pub(crate) fn of(codec: &TextCodec) -> Result<Self, InputError> {
+        match codec {
+            TextCodec::Tokenizer(tokenizer) => Self::beside(tokenizer.path()),
+            TextCodec::Bytes => Err(InputError::ChatOfBytes),
+        }
+    }
+
     /// Reads the files in the folder of a `tokenizer.json`.
     pub(crate) fn beside(tokenizer: &Path) -> Result<Self, InputError> {
         let folder = tokenizer.parent().unwrap_or(Path::new("."));

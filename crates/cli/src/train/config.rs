@@ -6,16 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use burn::tensor::{Device, FloatDType};
-use burn_fsdp::checkpoint::Checkpoints;
-use burn_fsdp::internals::checkpoint::TrainingState;
 use burn_fsdp::internals::testing::Fault;
 use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::{AdapterSizes, Factors, TrainedAdapters};
 use crate::args::{
-    CheckpointArgs, DataArgs, Float, NotFinite, PackingArg, ReplicateSize, StrategyArg, TrainArgs,
-    TrainingArgs,
+    DataArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
 };
 use crate::codec::Chosen;
 use crate::console;
@@ -23,15 +20,15 @@ use crate::error::InputError;
 use crate::output;
 use crate::train::checks::{check_compiled, check_memory, check_reduction, check_size};
 use crate::train::data::Data;
-use crate::train::documents;
 use crate::train::fault;
 use crate::train::metrics::MetricFiles;
 use crate::train::ranks::{Ranks, device_of};
 use crate::train::recipe::Recipe;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
+use crate::train::saved::{goes_on_in_bytes, with_packing};
 use crate::train::schedule::Schedule;
-use crate::train::settings::{Division, Settings, packing_of, tokenizer_of};
+use crate::train::settings::{Division, Settings};
 use crate::train::sizes;
 use crate::weights;
 
@@ -139,10 +136,6 @@ impl TrainConfig {
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let args = with_packing(args)?;
         let check = args.sharding.check.check(args.output.operations.is_some());
-        args.model
-            .init
-            .as_deref()
-            .map_or(Ok(()), weights::check_exists)?;
         let codec = codec(&args)?;
         let model = sizes::model(&args.model, &codec.codec)?;
         let adapters = sizes::adapters(&args.model, &model)?;
@@ -334,49 +327,13 @@ fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, args: &TrainingArgs, is_
 
 /// Finds the codec: a tokenizer, or bytes.
 fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
+    let init = args.model.init.as_deref();
+    init.map_or(Ok(()), weights::check_exists)?;
     if args.data.synthetic {
         return Ok(Chosen::none());
     }
-    let (given, folder) = (args.data.tokenizer.as_ref(), args.model.init.as_deref());
-    Chosen::find(given, folder, || goes_on_in_bytes(&args.checkpoint))
-}
-
-/// Sets the packing of a resumed run to that of its step, and rejects one with other sequences.
-fn with_packing(mut args: TrainArgs) -> Result<TrainArgs, InputError> {
-    if !documents::are_meant(&args.data) {
-        return Ok(args);
-    }
-    let saved = saved(&args.checkpoint);
-    let was = saved.as_ref().and_then(packing_of);
-    // The other two divide a text into the same sequences.
-    let is_single = |packing| packing == PackingArg::Single;
-    match (args.data.packing, was, saved) {
-        (Some(given), Some(was), Some(saved)) if is_single(given) != is_single(was) => {
-            Err(InputError::OtherPacking {
-                given: given.name(),
-                was: was.name(),
-                step: saved.step,
-            })
-        }
-        (None, was, _) => {
-            args.data.packing = was;
-            Ok(args)
-        }
-        _ => Ok(args),
-    }
-}
-
-/// Returns true if the step that a run resumes from was trained on bytes.
-fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
-    saved(args).is_some_and(|step| tokenizer_of(&step).is_none())
-}
-
-/// Returns what the newest step says about its training, if the run resumes and the step can be read.
-fn saved(args: &CheckpointArgs) -> Option<TrainingState> {
-    let folder = args.checkpoint_dir.as_ref();
-    let folder = folder.filter(|_| args.resume.is_some())?;
-    let newest = Checkpoints::new(folder).newest().ok()?;
-    Some(newest.index().training.clone())
+    let given = args.data.tokenizer.as_ref();
+    Chosen::find(given, init, || goes_on_in_bytes(&args.checkpoint))
 }
 
 /// Reads the fault that the environment requests.

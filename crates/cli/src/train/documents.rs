@@ -190,11 +190,8 @@ impl Documents {
         let tokenizer = CodecTokenizer {
             codec: codec.clone(),
             end,
-            chat: match (&fields, &codec) {
-                (Fields::Chat(_), TextCodec::Tokenizer(tokenizer)) => {
-                    Some(ChatFiles::beside(tokenizer.path())?)
-                }
-                (Fields::Chat(_), TextCodec::Bytes) => return Err(InputError::ChatOfBytes),
+            chat: match &fields {
+                Fields::Chat(_) => Some(ChatFiles::of(&codec)?),
                 _ => None,
             },
         };

@@ -35,6 +35,7 @@ mod resumed;
 mod run;
 mod run_folder;
 mod sample;
+mod saved;
 mod saving;
 mod schedule;
 mod settings;
