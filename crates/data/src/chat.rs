@@ -1,8 +1,9 @@
 //! Chat templates in Jinja, and the parts of a rendered chat that the assistant wrote.
 
+use parking_lot::Mutex;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
@@ -92,10 +93,7 @@ impl ChatTemplate {
                 "the messages contain all Unicode noncharacters that could mark it".to_owned(),
             )
         })?;
-        let _guard = self
-            .rendering
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.rendering.lock();
         self.mark.store(free, Ordering::Relaxed);
         let text = self.text(&messages_json, false)?;
         split_at_marks(&text, marks(free)).map_err(ChatError::NoMask)

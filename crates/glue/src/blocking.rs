@@ -148,10 +148,11 @@ pub fn save_compiled<B: Batch, Be: BackendIr, O>(
     mesh: &impl AsMesh,
 ) -> Result<Saved, CheckpointError> {
     let mesh = mesh.as_mesh("shard")?;
-    let taken = match shard_axis(mesh.mesh()) {
-        Ok(axis) => snapshot_compiled(step, mesh.mesh(), axis),
-        Err(error) => Err(error),
-    };
+    let axis = shard_axis(mesh.mesh())?;
+    // With collectives that moved, the rest of the last step is collective, and the snapshot is not.
+    let flushed = step.flush().map_err(CheckpointError::from);
+    agreed(mesh.world(), "save, last step", step.num_steps(), flushed)?;
+    let taken = snapshot_compiled(step, mesh.mesh(), axis);
     save_taken(folder.as_ref(), step.num_steps(), taken, mesh.world())
 }
 
@@ -174,6 +175,8 @@ pub fn resume_compiled<B: Batch, Be: BackendIr, O>(
     let Some(number) = newest(&checkpoints, mesh.world())? else {
         return Ok(0);
     };
+    let flushed = step.flush().map_err(CheckpointError::from);
+    agreed(mesh.world(), "resume, last step", number, flushed)?;
     let restored = open(&checkpoints, number).and_then(|saved| restore_compiled(step, &saved));
     agreed(mesh.world(), "resume, restored", number, restored)?;
     Ok(number)

@@ -81,7 +81,7 @@ pub fn snapshot_compiled_matching<B: Batch, Be: BackendIr, O>(
         } = parameter;
         let path = path.to_string();
         let held = step.layout(&path)?;
-        let layout = layout_of(step, &held, (mesh, axis))?;
+        let layout = layout_of(step, (&path, &held), (mesh, axis))?;
         let is_own = !is_trained && held.is_whole();
         regions.push(regions_of(mesh, &layout, &shape, is_own)?);
         let layout = listed(layout);
@@ -99,7 +99,7 @@ pub fn snapshot_compiled_matching<B: Batch, Be: BackendIr, O>(
             for state in idle.filter(|state| state.path == path) {
                 kept.insert(path.clone(), kept_of(&path, &state.counters));
                 for tensor in &state.tensors {
-                    let layout = layout_of(step, &tensor.layout, (mesh, axis))?;
+                    let layout = layout_of(step, (&path, &tensor.layout), (mesh, axis))?;
                     regions.push(regions_of(mesh, &layout, &tensor.shape, false)?);
                     let of = (tensor.shape.as_slice(), listed(layout));
                     let spec = state_spec(&path, &tensor.slot, of, &tensor.data)?;
@@ -114,7 +114,7 @@ pub fn snapshot_compiled_matching<B: Batch, Be: BackendIr, O>(
         kept.insert(path.clone(), kept_of(&path, counters));
         for (field, data) in states {
             let (shape, held) = step.state_place(&path, &field)?;
-            let layout = layout_of(step, &held, (mesh, axis))?;
+            let layout = layout_of(step, (&path, &held), (mesh, axis))?;
             regions.push(regions_of(mesh, &layout, &shape, false)?);
             let spec = state_spec(&path, &field, (&shape, listed(layout)), &data)?;
             snapshot.insert(spec.name.clone(), Elements(data));
@@ -155,7 +155,7 @@ fn state_spec(
 /// checkpoint, whatever its name in the step.
 fn layout_of<B: Batch, Be: BackendIr, O>(
     step: &CompiledStep<B, Be, O>,
-    held: &Layout,
+    (path, held): (&str, &Layout),
     (mesh, axis): (&Mesh, &str),
 ) -> Result<Layout, CheckpointError> {
     let mut layout = Layout::replicated(mesh);
@@ -170,7 +170,15 @@ fn layout_of<B: Batch, Be: BackendIr, O>(
             _ => &held.name,
         };
         // If the mesh lacks the axis, the error names both.
-        mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
+        let on_mesh = mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
+        if on_mesh.size != held.size {
+            return Err(CheckpointError::OtherMesh {
+                path: path.to_owned(),
+                ranks: held.size,
+                axis: name.to_owned(),
+                got: on_mesh.size,
+            });
+        }
         let axes = mesh.axes().iter().zip(&mut layout.placements);
         for (_, on) in axes.filter(|(axis, _)| axis.name == *name) {
             *on = *placement;

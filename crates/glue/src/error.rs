@@ -36,7 +36,7 @@ pub enum Error {
     /// An invalid device name, or a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
-    /// A call of `FullySharded::launch` in one of several processes, between which it cannot send step outputs.
+    /// A call of a function for threads, such as `FullySharded::launch`, in one of several processes.
     #[error(
         "`{launcher}` started {processes} processes, but step outputs, from which Burn's loop computes metrics, \
          travel between processes only if they are `Portable`; call `FullySharded::{instead}`"
@@ -254,7 +254,7 @@ pub enum CheckpointError {
     /// A mesh other than the one over which the model is sharded.
     #[error(
         "`{path}` is sharded over {ranks} ranks, but the axis `{axis}` of the given mesh has {got}; pass the mesh that \
-         `fully_shard` was given"
+         `fully_shard` or the mode of the compiled step was given"
     )]
     OtherMesh {
         /// The parameter's path.

@@ -1,7 +1,7 @@
 //! The scaling of rotary positions for long sequences.
 
+use parking_lot::Mutex;
 use std::f64::consts::TAU;
-use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -79,7 +79,7 @@ impl RopeFactors {
     /// Returns the list of these factors.
     #[must_use]
     pub fn new(factors: &[f64]) -> Self {
-        let mut lists = LISTS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lists = LISTS.lock();
         if let Some(known) = lists.iter().find(|known| **known == factors) {
             return Self(known);
         }

@@ -1,10 +1,9 @@
 //! Waiting for changes made by other threads.
 
+use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::lock::lock;
 use super::patience::Patience;
 
 /// Number of polls before the thread yields, about 5 us: the processor's pause between two polls takes up to 50 ns. A
@@ -38,7 +37,7 @@ impl Bell {
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         if self.num_sleepers.load(Ordering::Relaxed) > 0 {
-            drop(lock(&self.lock));
+            drop(self.lock.lock());
             self.rung.notify_all();
         }
     }
@@ -83,7 +82,7 @@ impl Bell {
         mut patience: Patience,
         mut look: impl FnMut() -> Option<T>,
     ) -> Option<T> {
-        let mut guard = lock(&self.lock);
+        let mut guard = self.lock.lock();
         self.num_sleepers.fetch_add(1, Ordering::Relaxed);
         let found = loop {
             // Reads the time before looking, so a change just before the deadline is still found.
@@ -93,8 +92,7 @@ impl Bell {
             if found.is_some() || sleep.is_zero() {
                 break found;
             }
-            let woken = self.rung.wait_timeout(guard, sleep);
-            guard = woken.unwrap_or_else(PoisonError::into_inner).0;
+            self.rung.wait_for(&mut guard, sleep);
         };
         self.num_sleepers.fetch_sub(1, Ordering::Relaxed);
         found

@@ -1,12 +1,11 @@
 //! Parsing a [`Fault`] from text, and triggering it.
 
+use parking_lot::Mutex;
 use std::str::FromStr;
-use std::sync::Mutex;
 use std::time::Duration;
 
 use super::error::Error;
 use super::fault::{At, Fault, How};
-use super::lock::lock;
 
 /// Exclusive upper bound on the number of values that a flip skips before it triggers.
 const MOST_PASSED: u64 = 4;
@@ -17,13 +16,13 @@ pub(crate) struct Faults(Mutex<Option<(Fault, u64)>>);
 
 impl Faults {
     pub(crate) fn arm(&self, fault: Fault) {
-        *lock(&self.0) = Some((fault, 0));
+        *self.0.lock() = Some((fault, 0));
     }
 
     /// Returns true if a flip is armed for this point in this step.
     pub(crate) fn flips_at(&self, step: Option<u64>, at: At) -> bool {
         let is_here = |(fault, _): &(Fault, u64)| fault.is_at(step, at) && fault.flips();
-        lock(&self.0).as_ref().is_some_and(is_here)
+        self.0.lock().as_ref().is_some_and(is_here)
     }
 
     /// Returns the bit that is to flip in `num_bytes` bytes at this point, if a flip is armed and has skipped the
@@ -32,7 +31,7 @@ impl Faults {
         if !self.flips_at(step, at) || num_bytes == 0 {
             return None;
         }
-        let mut armed = lock(&self.0);
+        let mut armed = self.0.lock();
         let (fault, passed) = armed.as_mut()?;
         *passed += 1;
         if *passed <= fault.places_passed() {
@@ -47,7 +46,7 @@ impl Faults {
     /// error. Each fault triggers once.
     pub(crate) fn strike(&self, step: Option<u64>, at: At) -> Result<(), Error> {
         let is_here = |(fault, _): &mut (Fault, u64)| fault.is_at(step, at) && !fault.flips();
-        let struck = lock(&self.0).take_if(is_here);
+        let struck = self.0.lock().take_if(is_here);
         struck.map_or(Ok(()), |(fault, _)| fault.strike())
     }
 }

@@ -23,7 +23,6 @@ mod fingerprint;
 mod identity;
 mod label;
 mod ledger;
-mod lock;
 #[cfg(not(feature = "faults"))]
 mod not_failing;
 mod operation;
@@ -50,7 +49,6 @@ pub use fingerprint::Fingerprint;
 pub use identity::GroupId;
 pub use label::Label;
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
-pub use lock::lock;
 pub use operation::{Extent, Operation, OperationKind, Signature};
 pub use rank_state::RankState;
 pub use recording::{CommSpan, CommStage};

@@ -1,6 +1,6 @@
 //! The state of one rank of the world, regardless of its groups.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -12,7 +12,6 @@ use super::error::Error;
 use super::failing::Faults;
 use super::fault::{At, Fault};
 use super::ledger::{EntryState, Ledger};
-use super::lock::lock;
 #[cfg(not(feature = "faults"))]
 use super::not_failing::Faults;
 use super::operation::Operation;
@@ -74,33 +73,33 @@ impl RankState {
 
     /// Returns the rank's last operations.
     pub fn ledger(&self) -> Ledger {
-        lock(&self.ledger).clone()
+        self.ledger.lock().clone()
     }
 
     /// Adds an operation to the ledger and returns its number there.
     pub fn record(&self, operation: Operation, bytes: usize) -> u64 {
-        lock(&self.ledger).record(operation, bytes)
+        self.ledger.lock().record(operation, bytes)
     }
 
     /// Records the outcome of an operation by its number in the ledger.
     pub fn settle(&self, number: u64, state: EntryState) {
-        lock(&self.ledger).settle(number, state);
+        self.ledger.lock().settle(number, state);
     }
 
     /// Starts recording the times of the rank's operations. `sample` returns a number to store at the end of each span.
     pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
-        *lock(&self.recording) = Some(Recording::new(sample));
+        *self.recording.lock() = Some(Recording::new(sample));
     }
 
     /// Ends the recording and returns its spans.
     pub fn end_recording(&self) -> Vec<CommSpan> {
-        let recording = lock(&self.recording).take();
+        let recording = self.recording.lock().take();
         recording.map(Recording::into_spans).unwrap_or_default()
     }
 
     /// From now on, calls `watch` with the checksums of each completed operation.
     pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
-        *lock(&self.watcher) = Some(Watcher::new(watch));
+        *self.watcher.lock() = Some(Watcher::new(watch));
     }
 
     /// Passes the checksums of an operation to the watcher, if there is one. `got` is called only in that case.
@@ -110,7 +109,7 @@ impl RankState {
         given: &[u64],
         got: impl FnOnce() -> Vec<u64>,
     ) {
-        if let Some(watcher) = &mut *lock(&self.watcher) {
+        if let Some(watcher) = &mut *self.watcher.lock() {
             watcher.tell(Carried {
                 operation: operation.clone(),
                 step: self.step(),
@@ -128,7 +127,7 @@ impl RankState {
 
     /// Records a span that ends now, if a recording is active.
     pub fn note(&self, operation: &Operation, stage: CommStage, bytes: usize, start: Instant) {
-        if let Some(recording) = &mut *lock(&self.recording) {
+        if let Some(recording) = &mut *self.recording.lock() {
             recording.add(operation, stage, bytes, start);
         }
     }
@@ -142,7 +141,7 @@ impl RankState {
 
     /// Sets the rank's current step.
     pub fn begin_step(&self, step: u64) {
-        *lock(&self.step) = Some(step);
+        *self.step.lock() = Some(step);
     }
 
     /// Returns true if a flip is armed for this point in this step.
@@ -161,7 +160,7 @@ impl RankState {
         let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
         Moment {
             step: self.step(),
-            after: last(&lock(&self.ledger)),
+            after: last(&self.ledger.lock()),
         }
     }
 
@@ -174,7 +173,7 @@ impl RankState {
 
     /// Returns the current step of the rank, if it was set.
     pub fn step(&self) -> Option<u64> {
-        *lock(&self.step)
+        *self.step.lock()
     }
 
     /// Triggers the fault that is armed for this point in this step, unless it is a flip: panics, stalls or returns an

@@ -3,10 +3,10 @@
 //! A value is registered by its slot: its owner, its parameter and its kind. The address of its memory would not do,
 //! because allocators reuse addresses, and the seal of a freed value would then be compared with another value.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::lock::lock;
 use super::seal::Sealed;
 
 /// The kind of a value at rest.
@@ -49,7 +49,7 @@ struct Owners {
 impl Vault {
     /// Returns a number for a new owner.
     pub fn number_owner(&self) -> u64 {
-        let mut owners = lock(&self.0);
+        let mut owners = self.0.lock();
         owners.count += 1;
         owners.count
     }
@@ -61,7 +61,7 @@ impl Vault {
         slot: VaultSlot,
         sealed: Option<Arc<Sealed>>,
     ) -> Option<Arc<Sealed>> {
-        let mut owners = lock(&self.0);
+        let mut owners = self.0.lock();
         match sealed {
             Some(sealed) => owners.sealed.entry(owner).or_default().insert(slot, sealed),
             None => owners.sealed.get_mut(&owner)?.remove(&slot),
@@ -70,19 +70,19 @@ impl Vault {
 
     /// Returns the seal of an owner's value.
     pub fn get(&self, owner: u64, slot: VaultSlot) -> Option<Arc<Sealed>> {
-        lock(&self.0).sealed.get(&owner)?.get(&slot).cloned()
+        self.0.lock().sealed.get(&owner)?.get(&slot).cloned()
     }
 
     /// Removes the seals of the owner's values that `is_kept` rejects.
     pub fn retain(&self, owner: u64, mut is_kept: impl FnMut(VaultSlot) -> bool) {
-        if let Some(sealed) = lock(&self.0).sealed.get_mut(&owner) {
+        if let Some(sealed) = self.0.lock().sealed.get_mut(&owner) {
             sealed.retain(|slot, _| is_kept(*slot));
         }
     }
 
     /// Removes all seals of an owner.
     pub fn forget(&self, owner: u64) {
-        lock(&self.0).sealed.remove(&owner);
+        self.0.lock().sealed.remove(&owner);
     }
 }
 

@@ -1,10 +1,8 @@
 //! The long waits of ranks: who waits for whom.
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Mutex;
-
-use super::lock::lock;
 
 /// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,19 +34,19 @@ impl LongWaits {
 
     /// Sets the wait of a rank; `None` if the rank continues.
     pub(crate) fn set(&self, rank: usize, wait: Option<LongWait>) {
-        if let Some(place) = lock(&self.0).get_mut(rank) {
+        if let Some(place) = self.0.lock().get_mut(rank) {
             *place = wait;
         }
     }
 
     pub(crate) fn all(&self) -> Vec<Option<LongWait>> {
-        lock(&self.0).clone()
+        self.0.lock().clone()
     }
 
     /// Follows a wait of `rank` for `missing` to the ranks that wait for no other rank, and returns those in ascending
     /// order. Empty if all of them wait for each other.
     pub(crate) fn ends(&self, rank: usize, missing: &[usize]) -> Vec<usize> {
-        let waits = lock(&self.0);
+        let waits = self.0.lock();
         let mut seen = BTreeSet::from([rank]);
         let mut next: Vec<_> = missing.to_vec();
         let mut ends = BTreeSet::new();

@@ -18,8 +18,9 @@ mod state;
 mod step;
 mod ties;
 
+use parking_lot::Mutex;
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn::module::{Module, ParamId};
@@ -272,7 +273,7 @@ where
         let traced = trace_joined(init, loss, (batch, &joined), &options, |_| Ok(step.clone()));
         let (mut graph, outputs) = traced?;
         graph.order_parameters(&paths);
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = kept.lock();
         graph.set_template(kept.len());
         kept.push(outputs);
         drop(kept);

@@ -5,12 +5,13 @@ mod dot;
 mod groups;
 mod svg;
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use burn_ir::TensorId;
 use tempfile::TempDir;
@@ -150,7 +151,7 @@ impl GraphDump {
 
     /// Moves a complete folder to its final path.
     fn keep(&self, folder: TempDir) -> Result<PathBuf, DumpError> {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = self.written.lock();
         if *written == 0 {
             remove_earlier(&self.folder)?;
         }

@@ -189,7 +189,11 @@ pub fn moved_to<B: Batch>(nest: B, device: &Device) -> B {
             tensor.to_device(self.0)
         }
         fn bool<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-            tensor.to_device(self.0)
+            if tensor.device() == *self.0 {
+                return tensor;
+            }
+            // Backends store booleans in different types, which Burn's `to_device` does not convert.
+            Tensor::from_data(tensor.into_data(), self.0)
         }
         fn fixed(&mut self, _: &str, _: &impl Hash) {}
         fn enter(&mut self, _: &str) {}

@@ -1,8 +1,9 @@
 //! Compiled steps in a training run.
 
-use burn::module::{ModuleMapper, Param};
+use burn::module::{ModuleMapper, Param, Parameter};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn::train::{InferenceStep, LearnerModel, TrainStep};
 use burn_fsdp_certificate::compile_on;
 use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
@@ -93,9 +94,8 @@ where
         device: on,
     };
     if *course.epochs.start() > 1 {
-        let made = Fields::of(&(setup.init)(&Device::flex().autodiff()), &trainer.step);
-        trainer.fields.check_own(&made)?;
-        resume(&mut trainer.step, world, model, whole)?;
+        let Compiled { step, fields, .. } = &mut trainer;
+        resume(step, world, fields, (model, whole))?;
     } else {
         drop(model);
     }
@@ -118,6 +118,9 @@ where
     for path in fields.computed() {
         let value = step.parameter(path)?;
         whole = whole.map(|model| model.map(&mut Put::new(path, value)));
+    }
+    for (path, value) in fields.own() {
+        whole = whole.map(|model| model.map(&mut Put::new(path, value.clone())));
     }
     Ok(whole.map(|model| model.valid()))
 }
@@ -273,6 +276,23 @@ impl Put {
             place: Vec::new(),
         }
     }
+
+    fn put<const D: usize, K: Basic>(&mut self, param: Param<Tensor<D, K>>) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
+        if self.place.join(".") != self.path {
+            return param;
+        }
+        match self.value.take() {
+            Some(value) => param.map(|old| {
+                let value = value.convert_dtype(old.dtype());
+                let dtype = value.dtype();
+                Tensor::from_data(value, (&old.device(), dtype))
+            }),
+            None => param,
+        }
+    }
 }
 
 impl ModuleMapper for Put {
@@ -285,15 +305,17 @@ impl ModuleMapper for Put {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.place.join(".") != self.path {
-            return param;
-        }
-        match self.value.take() {
-            Some(value) => param.map(|old| {
-                let dtype = value.dtype();
-                Tensor::from_data(value, (&old.device(), dtype))
-            }),
-            None => param,
-        }
+        self.put(param)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.put(param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.put(param)
     }
 }

@@ -1,9 +1,12 @@
 //! The checkpoints of Burn's loop, from and to a compiled step. Rank 0 holds one whole tensor at a time.
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::{Fingerprint, FullPart, ProcessGroup, Source};
+use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{BackendIr, Batch, CompiledStep, OptimizerState};
 use burn_pack::Scalar;
 
@@ -34,7 +37,7 @@ enum Value {
     Computed {
         recorded: Box<dyn Fn(TensorData) -> TensorData + Send>,
     },
-    /// In the module: the step does not have it.
+    /// In the module: integers, booleans, and floats that the step does not have.
     Own(TensorData),
 }
 
@@ -58,39 +61,21 @@ impl Fields {
         Self(describe.fields)
     }
 
-    /// Checks that all ranks have the same values of the tensors that the step does not have.
+    /// Checks that all ranks have the same values of the integer and boolean tensors.
     ///
     /// Collective.
     pub(crate) fn check_same(&self, world: &ProcessGroup) -> Result<(), Error> {
-        let own: Vec<_> = self.own().collect();
-        let own: Vec<_> = own
-            .iter()
-            .map(|(path, data)| (path, data.as_bytes()))
-            .collect();
+        let own: Vec<_> = self.own().map(|(path, data)| (path, bits(data))).collect();
         let all = exchanged(world, "values of a model", &Fingerprint::of(&own))?;
-        let what = "the values of the tensors that are not trained";
+        let what = "the values of integer and boolean tensors";
         match all.iter().position(|other| *other != all[world.rank()]) {
             Some(rank) => Err(Error::OtherTraining { what, rank }),
             None => Ok(()),
         }
     }
 
-    /// Checks that the tensors that the step does not have are those of `made`, which the step has been compiled with.
-    pub(crate) fn check_own(&self, made: &Self) -> Result<(), Error> {
-        match self.own().zip(made.own()).find(|(own, made)| own != made) {
-            Some(((path, _), _)) => Err(CheckpointError::Record {
-                reason: format!(
-                    "`{path}` differs from the value that `init` creates, which compiled steps use; have `init` create \
-                     the checkpoint's value, or train with `FullySharded::launch`"
-                ),
-            }
-            .into()),
-            None => Ok(()),
-        }
-    }
-
-    /// Returns the paths and values of the tensors that the step does not have.
-    fn own(&self) -> impl Iterator<Item = (&str, &TensorData)> {
+    /// Returns the paths and values of the tensors whose values are in the module.
+    pub(crate) fn own(&self) -> impl Iterator<Item = (&str, &TensorData)> {
         self.0.iter().filter_map(|field| match &field.value {
             Value::Own(data) => Some((&*field.path, data)),
             Value::Computed { .. } => None,
@@ -101,6 +86,15 @@ impl Fields {
     pub(crate) fn computed(&self) -> impl Iterator<Item = &str> {
         let is_computed = |field: &&Field| matches!(field.value, Value::Computed { .. });
         self.0.iter().filter(is_computed).map(|field| &*field.path)
+    }
+}
+
+/// Returns the bits of a tensor's values, independent of its type.
+fn bits(data: &TensorData) -> Vec<u64> {
+    if data.dtype().is_float() {
+        data.iter::<f64>().map(f64::to_bits).collect()
+    } else {
+        data.iter::<i64>().map(i64::cast_unsigned).collect()
     }
 }
 
@@ -236,99 +230,55 @@ fn state_of<B: Batch, Be: BackendIr, O>(
 }
 
 /// Continues from a checkpoint that rank 0 has loaded into `model` and `whole`. Rank 0 reads them tensor by tensor.
+/// `fields` describes the model.
 ///
 /// Collective.
 pub(crate) fn resume<M: Module, B: Batch, Be: BackendIr, O>(
     step: &mut CompiledStep<B, Be, O>,
     world: &ProcessGroup,
-    model: M,
-    whole: Option<ModuleOptimizer>,
+    fields: &Fields,
+    (model, whole): (M, Option<ModuleOptimizer>),
 ) -> Result<(), Error> {
+    let mut readers = Readers::default();
+    if world.rank() == 0 {
+        model.visit(&mut readers);
+    }
+    // The readers have what they read. Nothing waits for other ranks during a visit, because modules that are threads'
+    // clones of one module share the locks of its running states.
+    drop(model);
     let mut resumed = Resumed {
-        place: Vec::new(),
         world,
-        step,
+        readers: readers.found,
         whole,
         states: Vec::new(),
         steps: 0,
-        failed: None,
     };
-    drop(model.map(&mut resumed));
-    let Resumed {
-        whole,
-        states,
-        steps,
-        failed,
-        ..
-    } = resumed;
-    if let Some(error) = failed {
-        return Err(error);
+    for spec in step.parameters().to_vec() {
+        match fields.own().find(|(path, _)| **path == *spec.path) {
+            // Every rank has loaded them.
+            Some((path, own)) => {
+                step.set_parameter(path, own.clone().convert_dtype(spec.dtype))?;
+            }
+            None => resumed.parameter(step, &spec)?,
+        }
     }
-    if let Some(rest) = whole {
+    if let Some(rest) = resumed.whole {
         check_none_left(&rest)?;
     }
-    Ok(step.resume_with(steps, states)?)
+    Ok(step.resume_with(resumed.steps, resumed.states)?)
 }
 
-/// A mapper that gives a step the values and states of a module's float tensors, in module order. A tensor that was read
-/// from a file is freed when the next one is read.
-struct Resumed<'a, B: Batch, Be: BackendIr, O> {
+/// Reads a tensor's value, which may be in a file.
+type Read = Box<dyn FnOnce() -> TensorData>;
+
+/// A visitor that collects the readers of a module's float tensors, with their ids, by path. It reads nothing.
+#[derive(Default)]
+struct Readers {
     place: Vec<String>,
-    world: &'a ProcessGroup,
-    step: &'a mut CompiledStep<B, Be, O>,
-    /// On rank 0: the states of the tensors that have not been visited.
-    whole: Option<ModuleOptimizer>,
-    states: Vec<OptimizerState>,
-    steps: u64,
-    failed: Option<Error>,
+    found: BTreeMap<String, (ParamId, Read)>,
 }
 
-impl<B: Batch, Be: BackendIr, O> Resumed<'_, B, Be, O> {
-    /// Continues one parameter. `read` returns its value, and is called on rank 0.
-    ///
-    /// Collective.
-    fn parameter(&mut self, id: ParamId, read: impl FnOnce() -> TensorData) -> Result<(), Error> {
-        let path = self.place.join(".");
-        let mut specs = self.step.parameters().iter();
-        let Some(spec) = specs.find(|spec| *spec.path == *path) else {
-            return Ok(());
-        };
-        let is_trained = spec.is_trained;
-        let (shape, dtype) = (spec.shape.clone(), spec.dtype);
-        let value = (self.world.rank() == 0).then(read);
-        let value = sent(self.world, path.clone(), value, (&shape, dtype))?;
-        self.step.set_parameter(&path, value)?;
-        let parts = match self.whole.take() {
-            Some(all) => {
-                let parts = OptimizerParts::take(&only(&all, [id.val()]))?;
-                self.whole = Some(without(all, [id.val()]));
-                Some(parts)
-            }
-            None => None,
-        };
-        let own = match &parts {
-            Some(parts) => told(parts, id.val(), &path)?,
-            None => Told::default(),
-        };
-        let told = exchanged(self.world, "state of a parameter", &own)?.swap_remove(0);
-        if told.is_empty() {
-            return Ok(());
-        }
-        if !is_trained {
-            return Err(optimizer_error(format!(
-                "its checkpoint has a state of `{path}`, which this model does not train"
-            ))
-            .into());
-        }
-        let of = (path.as_str(), id.val());
-        let (state, count) = state_in(self.step, self.world, of, (told, parts.as_ref()))?;
-        self.steps = self.steps.max(count);
-        self.states.push(state);
-        Ok(())
-    }
-}
-
-impl<B: Batch, Be: BackendIr, O> ModuleMapper for Resumed<'_, B, Be, O> {
+impl ModuleVisitor for Readers {
     fn enter_module(&mut self, name: &str, _container: &str) {
         self.place.push(name.to_owned());
     }
@@ -337,13 +287,84 @@ impl<B: Batch, Be: BackendIr, O> ModuleMapper for Resumed<'_, B, Be, O> {
         self.place.pop();
     }
 
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let id = param.id;
-        if self.failed.is_none() {
-            let read = || param.base().into_data();
-            self.failed = self.parameter(id, read).err();
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let (id, own) = (param.id, param.clone());
+        let read = Box::new(move || own.base().into_data());
+        self.found.insert(self.place.join("."), (id, read));
+    }
+}
+
+/// What a step continues from. The readers and the states of whole parameters are on rank 0.
+struct Resumed<'a> {
+    world: &'a ProcessGroup,
+    readers: BTreeMap<String, (ParamId, Read)>,
+    whole: Option<ModuleOptimizer>,
+    states: Vec<OptimizerState>,
+    steps: u64,
+}
+
+impl Resumed<'_> {
+    /// Continues one parameter. Its value is freed before the next one is read.
+    ///
+    /// Collective.
+    fn parameter<B: Batch, Be: BackendIr, O>(
+        &mut self,
+        step: &mut CompiledStep<B, Be, O>,
+        spec: &ParameterSpec,
+    ) -> Result<(), Error> {
+        let path = &*spec.path;
+        let paths = std::iter::once(path).chain(spec.tied.iter().map(|path| &**path));
+        let found: Vec<_> = paths.filter_map(|path| self.readers.remove(path)).collect();
+        let ids: Vec<_> = found.iter().map(|(id, _)| id.val()).collect();
+        let value = found.into_iter().next().map(|(_, read)| read());
+        if value.is_none() && self.world.rank() == 0 {
+            return Err(CheckpointError::Record {
+                reason: format!("it has no `{path}`"),
+            }
+            .into());
         }
-        Param::initialized(id, Tensor::full([1; D], 0.0, &Device::flex()))
+        let value = sent(
+            self.world,
+            path.to_owned(),
+            value,
+            (&spec.shape, spec.dtype),
+        )?;
+        step.set_parameter(path, value)?;
+        let (id, parts) = self.parts_of(&ids)?;
+        let own = match &parts {
+            Some(parts) => told(parts, id, path)?,
+            None => Told::default(),
+        };
+        let told = exchanged(self.world, "state of a parameter", &own)?.swap_remove(0);
+        if told.is_empty() {
+            return Ok(());
+        }
+        if !spec.is_trained {
+            return Err(optimizer_error(format!(
+                "its checkpoint has a state of `{path}`, which this model does not train"
+            ))
+            .into());
+        }
+        let (state, count) = state_in(step, self.world, (path, id), (told, parts.as_ref()))?;
+        self.steps = self.steps.max(count);
+        self.states.push(state);
+        Ok(())
+    }
+
+    /// Takes the state of a parameter out, on rank 0, with the id under which it was. A tied parameter may have had
+    /// several ids, of which one has a state.
+    fn parts_of(&mut self, ids: &[u64]) -> Result<(u64, Option<OptimizerParts>), Error> {
+        for id in ids {
+            let Some(all) = self.whole.take() else {
+                break;
+            };
+            let parts = OptimizerParts::take(&only(&all, [*id]))?;
+            self.whole = Some(without(all, [*id]));
+            if !parts.tensors.is_empty() || !parts.scalars.is_empty() {
+                return Ok((*id, Some(parts)));
+            }
+        }
+        Ok((0, None))
     }
 }
 

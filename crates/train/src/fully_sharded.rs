@@ -10,11 +10,10 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessMesh};
 use burn_fsdp_shard::{BufferSync, Clip, LossScaler, ShardPolicy, sync_buffers, unsharded};
 
 use crate::lent::Lent;
-use crate::lock::held;
 use crate::portable::Portable;
 use crate::running::{by_the_eager_engine, check_threads, process, run};
 use crate::scaled::scaled;
-use crate::settings::Settings;
+use crate::settings::{Engine, Settings};
 use crate::strategy::{Left, Process};
 use burn_fsdp_glue::error::Error;
 
@@ -161,6 +160,7 @@ impl FullySharded {
             clip: None,
             scaler: None,
             devices: Vec::new(),
+            engine: Engine::Eager,
             scratch: None,
         })
     }
@@ -415,7 +415,7 @@ impl FullySharded {
                 }
             };
             if let Some(model) = &model {
-                *held(&text) = model.to_string();
+                *text.lock() = model.to_string();
             }
             Ok(model)
         };

@@ -19,7 +19,7 @@ use crate::lent::Lent;
 use crate::portable::Portable;
 use crate::rank::Start;
 use crate::running::{check_threads, process, run};
-use crate::settings::Settings;
+use crate::settings::{Engine, Settings};
 use crate::strategy::{Left, Process};
 use burn_fsdp_glue::error::Error;
 
@@ -143,9 +143,8 @@ impl FullySharded {
 
     /// Works like [`launch_compiled`](Self::launch_compiled), but if a launcher such as `mpirun` has started the program
     /// several times, each process is one rank, as with
-    /// [`launch_among_processes`](Self::launch_among_processes). Also compared are the strategy, the options and the
-    /// tensors that the compiled step does not train; the step's operations, including the optimizer's, are compared
-    /// when it is compiled.
+    /// [`launch_among_processes`](Self::launch_among_processes). Also compared are the strategy, the options, and the
+    /// values of integer and boolean tensors. Each step compares its operations, and the numbers of its optimizer.
     ///
     /// Collective over all processes. Each of them gets the whole model.
     ///
@@ -172,11 +171,11 @@ impl FullySharded {
         self.compiled::<Flex, _, _, _>(training, closures, learner, style, (on, process()?))
     }
 
-    /// Works like [`launch_compiled`](Self::launch_compiled), with a device for each rank: `on` returns the device of a
-    /// rank, as Burn's device and as the backend's own, for example
-    /// `|rank| (Device::wgpu(DeviceKind::DiscreteGpu(rank)), WgpuDevice::DiscreteGpu(rank))`.
+    /// Works like [`launch_compiled`](Self::launch_compiled), with threads as ranks and a device for each of them. `on`
+    /// returns the device of a rank, as Burn's device and as the backend's own device. Both must be the same device of
+    /// the backend `Be`, for example `|rank| (Device::wgpu(DeviceKind::DiscreteGpu(rank)), WgpuDevice::DiscreteGpu(rank))`.
     ///
-    /// The loaders create batches on the rank's device. Steps run as in
+    /// `init` also runs on Burn's CPU device. The loaders create batches on the rank's device. Steps run as in
     /// [`compile_on`](burn_fsdp_certificate::compile_on). The metrics get the outputs on the rank's device, and the
     /// caller gets the whole model on Burn's CPU device.
     ///
@@ -227,6 +226,7 @@ impl FullySharded {
         let (devices, own) = (0..self.0.ranks.ranks()).map(on).unzip();
         let settings = Settings {
             devices,
+            engine: Engine::Compiled,
             ..self.0.clone()
         };
         let model = init(&Device::flex().autodiff());
@@ -274,7 +274,7 @@ impl FullySharded {
             (
                 !settings.devices.is_empty(),
                 "devices",
-                "call `launch_compiled_on`",
+                "pass a function of the rank to `launch_compiled_on`",
             ),
         ];
         match refused.into_iter().find(|(is_set, ..)| *is_set) {

@@ -1,6 +1,7 @@
 //! Rank 0's work for all ranks: events, checkpoints, and early stopping.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
@@ -9,7 +10,6 @@ use burn::train::{
 };
 
 use crate::lent::Lent;
-use crate::lock::held;
 use crate::outputs::Outputs;
 use crate::scratch::Scratch;
 
@@ -29,7 +29,7 @@ pub(crate) struct Lead<M: LearnerModel> {
 
 impl<M: LearnerModel> Lead<M> {
     fn processor(&self, event: impl FnOnce(&mut Processor<M>, &Interrupter)) {
-        if let Some(processor) = held(&self.processor).as_mut() {
+        if let Some(processor) = self.processor.lock().as_mut() {
             event(processor, &self.interrupter);
         }
     }

@@ -1,7 +1,8 @@
 //! The model of Burn's learner, which the ranks borrow for a run.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -10,7 +11,6 @@ use burn::store::ModuleRecord;
 use burn::tensor::Device;
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 
-use crate::lock::held;
 use burn_fsdp_glue::optimizer_record::emptied;
 
 /// A model in Burn's learner during a sharded training run. It holds the model before and after the run, but not while
@@ -109,7 +109,7 @@ impl<M: LearnerModel> Lent<M> {
     }
 
     fn counter(&self) -> MutexGuard<'_, Counter<M>> {
-        held(&self.counter)
+        self.counter.lock()
     }
 
     /// Changes the model, unless the ranks have it.

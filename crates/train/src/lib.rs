@@ -3,7 +3,7 @@
 //!
 //! - `fully_sharded`: [`FullySharded`], the public interface; `launch_compiled`: its function for compiled steps;
 //!   `settings`: its settings; `running`: the start of Burn's loop.
-//! - `lent`: the model of Burn's learner while ranks use it; `lock`: locks for data that threads share.
+//! - `lent`: the model of Burn's learner while ranks use it.
 //! - `strategy`: Burn's strategy: the split among ranks, and the results.
 //! - `course`: the settings that all ranks share; `agreement`: the check that process ranks have the same settings.
 //! - `rank`: the loop of one rank; `trainer`: the part that depends on the engine, `eager` or `compiled`. `groups`: a rank's
@@ -29,7 +29,6 @@ mod groups;
 mod launch_compiled;
 mod lead;
 mod lent;
-mod lock;
 mod notes;
 mod outputs;
 mod portable;

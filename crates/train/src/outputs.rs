@@ -1,7 +1,7 @@
 //! The outputs of steps in transit to rank 0, which passes them to the metrics.
 
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::Mutex;
 
 use burn::data::dataloader::Progress;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -10,7 +10,6 @@ use burn::train::{InferenceStep, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::{BufferPool, ElementType, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 
-use crate::lock::held;
 use crate::portable::{Parcel, Portable};
 use burn_fsdp_glue::error::Error;
 use burn_fsdp_glue::snapshot::Elements;
@@ -80,15 +79,16 @@ impl<O> Channel<O> {
     /// Stores the output of a step of `rank`.
     pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
         match self.codec {
-            Some(codec) if rank > 0 => held(&self.waiting).push((codec.encode)(item)?),
-            _ => held(&self.arrived[rank]).push_back(item),
+            Some(codec) if rank > 0 => self.waiting.lock().push((codec.encode)(item)?),
+            _ => self.arrived[rank].lock().push_back(item),
         }
         Ok(())
     }
 
     /// Returns the sizes in bytes of the outputs that wait in this process.
     pub(crate) fn waiting(&self) -> Vec<usize> {
-        held(&self.waiting)
+        self.waiting
+            .lock()
             .iter()
             .map(|bytes| bytes.len())
             .collect()
@@ -113,7 +113,7 @@ impl<O> Channel<O> {
             return Ok(());
         };
         let (rank, ranks) = (world.rank(), world.size());
-        let mut own = std::mem::take(&mut *held(&self.waiting)).into_iter();
+        let mut own = std::mem::take(&mut *self.waiting.lock()).into_iter();
         // A separate pool: the world's pool is for the buffers of steps, whose sizes recur.
         let pool = BufferPool::new();
         let (mut parts, mut into) = (Vec::new(), Vec::new());
@@ -130,7 +130,7 @@ impl<O> Channel<O> {
         for ((sender, _), buffer) in sent.iter().zip(received.buffers) {
             let bytes = Bytes::from_bytes_vec(buffer.as_ref().to_vec());
             let item = (codec.decode)(bytes, device, rates)?;
-            held(&self.arrived[*sender]).push_back(item);
+            self.arrived[*sender].lock().push_back(item);
         }
         Ok(())
     }
@@ -138,7 +138,7 @@ impl<O> Channel<O> {
     /// Takes one output of each rank that has one, in rank order.
     pub(crate) fn take(&self) -> impl Iterator<Item = TrainingItem<O>> {
         let arrived = self.arrived.iter();
-        arrived.filter_map(|items| held(items).pop_front())
+        arrived.filter_map(|items| items.lock().pop_front())
     }
 }
 

@@ -152,7 +152,10 @@ impl<M: LearnerModel, T: Trainer<M>> Rank<M, T> {
                     self.as_lead(|lead| while lead.pass_on() {});
                     break;
                 }
-                Next::Stopped(failure, by) => return Ok(self.stopped(failure, by)),
+                Next::Stopped(failure, by) => {
+                    self.as_lead(|lead| while lead.pass_on() {});
+                    return Ok(self.stopped(failure, by));
+                }
             };
             batches.push_back((iteration, counts, had_by_all));
             let output = self.trainer.run(batch, weight)?;

@@ -179,7 +179,7 @@ pub(crate) struct Own {
     pub(crate) stop: Option<Stop>,
     /// The fingerprint of the last step's learning rates.
     pub(crate) rates: u64,
-    /// Size in bytes of the output that waits to be sent to rank 0.
+    /// Sizes in bytes of the outputs that wait to be sent to rank 0.
     pub(crate) waiting: Vec<usize>,
 }
 

@@ -16,7 +16,6 @@ use burn_fsdp_collectives::{LaunchError, ProcessGroup, ProcessMesh, processes};
 
 use crate::eager;
 use crate::lent::Lent;
-use crate::lock::held;
 use crate::outputs::Codecs;
 use crate::portable::Portable;
 use crate::rank::Start;
@@ -55,7 +54,7 @@ pub(crate) fn run<M: LearnerModel, T: Send + 'static>(
     let learner = Learner::new(Lent::new(model), optimizer, rates);
     // If a rank failed because the metrics thread has ended, Burn's loop panics at its end.
     let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
-    let returned = held(&left.outcome).take().transpose()?;
+    let returned = left.outcome.lock().take().transpose()?;
     let result = match (result, &returned) {
         (Ok(result), _) => result,
         // Burn panics if it cannot read or load a checkpoint.

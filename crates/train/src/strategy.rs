@@ -1,6 +1,7 @@
 //! Burn's strategy: the split among ranks, and the results.
 
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::ModuleOptimizer;
@@ -16,11 +17,10 @@ use burn_fsdp_tensors::launch;
 use crate::course::{Course, Ranks};
 use crate::lead::Lead;
 use crate::lent::Lent;
-use crate::lock::held;
 use crate::outputs::{Codecs, Outputs};
 use crate::rank::Start;
 use crate::rounds::Share;
-use crate::settings::Settings;
+use crate::settings::{Engine, Settings};
 use burn_fsdp_glue::error::Error;
 use burn_fsdp_glue::optimizer_record::emptied;
 
@@ -153,16 +153,16 @@ impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for
         let starts = whole.divided(devices, &course, lead, here);
         let body = self.body.clone();
         let ended = launch(self.settings.ranks, move |world| {
-            let start = held(&starts[world.rank()]).take();
+            let start = starts[world.rank()].lock().take();
             body(&world, start.expect("a rank starts once"))
         });
         if let Err(error) = &ended {
             components.interrupter.stop(Some(&error.to_string()));
         }
-        *held(&self.left.outcome) = Some(ended.map_err(Error::from));
-        let processor = held(&processor).take();
+        *self.left.outcome.lock() = Some(ended.map_err(Error::from));
+        let processor = processor.lock().take();
         let processor = processor.expect("rank 0 has only used it");
-        (Lent::gone(&held(&self.left.text)), processor)
+        (Lent::gone(&self.left.text.lock()), processor)
     }
 }
 
@@ -228,7 +228,10 @@ impl<M: LearnerModel> Whole<M> {
         let starts = starts.map(|(rank, (device, shares))| {
             let is_here = here.is_none_or(|here| here == rank);
             Mutex::new(is_here.then(|| Start {
-                model: self.model.clone().map(&mut Apart).fork(&device),
+                model: match course.settings.engine {
+                    Engine::Eager => self.model.clone().map(&mut Apart).fork(&device),
+                    Engine::Compiled => self.model.clone().map(&mut Apart),
+                },
                 optimizer: bare.clone(),
                 whole: whole.take_if(|_| rank == 0),
                 learner: self.learner.clone(),

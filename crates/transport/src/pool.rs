@@ -1,14 +1,14 @@
 //! The memory of one rank's operations.
 
+use parking_lot::Mutex;
 use std::any::Any;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::device::DeviceMemory;
 use super::payload::{Payload, Space};
-use burn_fsdp_rendezvous::lock;
 
 /// A pool that lends [`Buffer`]s, takes their memory back and counts the live bytes. Cheap to clone: all clones are the
 /// same pool.
@@ -44,7 +44,7 @@ impl BufferPool {
     /// Its contents are initialised but unspecified: zeros, or the contents of an earlier buffer.
     pub fn take(&self, len: usize) -> Buffer {
         let num_words = len.div_ceil(size_of::<u64>());
-        let (recycled, evicted) = lock(&self.0).take(num_words, len);
+        let (recycled, evicted) = self.0.lock().take(num_words, len);
         // Not under the lock: returning large memory to the system takes a long time.
         drop(evicted);
         let words = recycled.unwrap_or_else(|| vec![0; num_words]);
@@ -58,7 +58,7 @@ impl BufferPool {
     /// Counts `len` bytes as live until the account is dropped, without allocating. For memory that belongs to this
     /// rank's operations but is owned elsewhere.
     pub fn account(&self, len: usize) -> Account {
-        lock(&self.0).open(len);
+        self.0.lock().open(len);
         Account {
             len,
             pool: self.clone(),
@@ -67,29 +67,29 @@ impl BufferPool {
 
     /// Returns the bytes of the buffers and accounts that are alive now.
     pub fn live_bytes(&self) -> usize {
-        lock(&self.0).live_bytes
+        self.0.lock().live_bytes
     }
 
     /// Returns the maximum of `live_bytes` since the pool was created or [`reset_peak`](Self::reset_peak) was last
     /// called.
     pub fn peak_bytes(&self) -> usize {
-        lock(&self.0).peak_bytes
+        self.0.lock().peak_bytes
     }
 
     /// Restarts the measurement of `peak_bytes` from the bytes that are alive now.
     pub fn reset_peak(&self) {
-        let mut books = lock(&self.0);
+        let mut books = self.0.lock();
         books.peak_bytes = books.live_bytes;
     }
 
     /// Returns the bytes of memory kept for future buffers.
     pub fn kept_bytes(&self) -> usize {
-        lock(&self.0).kept_words * size_of::<u64>()
+        self.0.lock().kept_words * size_of::<u64>()
     }
 
     /// Frees the memory that is kept for future buffers.
     pub fn trim(&self) {
-        let kept = lock(&self.0).take_kept();
+        let kept = self.0.lock().take_kept();
         drop(kept);
     }
 }
@@ -144,7 +144,7 @@ impl Books {
 
 impl fmt::Debug for BufferPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let books = lock(&self.0);
+        let books = self.0.lock();
         f.debug_struct("BufferPool")
             .field("live_bytes", &books.live_bytes)
             .field("peak_bytes", &books.peak_bytes)
@@ -346,7 +346,7 @@ impl AsMut<[u8]> for Buffer {
 impl Drop for Pooled {
     fn drop(&mut self) {
         let words = std::mem::take(&mut self.words);
-        let evicted = lock(&self.pool.0).give_back(words, self.len);
+        let evicted = self.pool.0.lock().give_back(words, self.len);
         drop(evicted);
     }
 }
@@ -379,6 +379,6 @@ impl Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        lock(&self.pool.0).live_bytes -= self.len;
+        self.pool.0.lock().live_bytes -= self.len;
     }
 }

@@ -9,8 +9,8 @@ use burn::train::{Learner, LearningResult, SupervisedTraining};
 use burn_fsdp::train::{FullySharded, Lent};
 use burn_fsdp::{Clip, Error, LaunchConfig, LossScaler, ShardPolicy, Strategy};
 
-use super::network::{BATCH, Item, Net, Normalised, items};
-use super::runs::logged;
+use super::network::{BATCH, Item, Net, Normalised, Ordered, items};
+use super::runs::{joined, logged};
 use super::{assert_close, device, folder, plain, rates, sharded, training, values};
 
 /// Trains by compiled steps.
@@ -182,35 +182,88 @@ fn what_compiled_steps_lack_is_refused() {
 /// Running statistics are part of the step, of its checkpoints and of the result.
 #[test]
 fn running_statistics_match_one_device() {
-    let data = || (items(20, 1), items(6, 2));
-    let trained = |folder: &Path,
+    let data = |ranks: usize| (items(20 * ranks, 1), items(6 * ranks, 2));
+    let trained = |ranks: usize,
+                   folder: &Path,
                    change: fn(
         SupervisedTraining<Lent<Normalised>>,
     ) -> SupervisedTraining<Lent<Normalised>>| {
-        let result = on(1).launch_compiled(
-            change(training(folder, data(), BATCH)),
+        let result = on(ranks).launch_compiled(
+            change(training(folder, data(ranks), BATCH)),
             (Normalised::on, Normalised::classify),
             (SgdConfig::new().build(), 1e-2),
-            (Strategy::NoShard, Default::default()),
+            (Strategy::FullShard, Default::default()),
         );
         result.unwrap_or_else(|error| panic!("{error}")).model
     };
     let at = folder();
-    let want = training::<Normalised>(at.path(), data(), BATCH).launch(Learner::new(
+    let want = training::<Normalised>(at.path(), data(1), BATCH).launch(Learner::new(
         Normalised::on(&device()),
         SgdConfig::new().init(),
         1e-2,
     ));
-    let at = folder();
-    let through = trained(at.path(), |it| it);
-    assert_close(&through, &want.model, 1e-5);
-    assert!(through.devices().iter().all(|device| !device.is_autodiff()));
-    let at = folder();
-    trained(at.path(), |it| {
-        it.with_default_checkpointers().num_epochs(2)
-    });
-    let resumed = trained(at.path(), |it| {
-        it.with_default_checkpointers().checkpoint(2)
-    });
-    assert_eq!(values(&resumed), values(&through));
+    for ranks in 1..=3 {
+        let at = folder();
+        let through = trained(ranks, at.path(), |it| it);
+        if ranks == 1 {
+            assert_close(&through, &want.model, 1e-5);
+        }
+        assert!(through.devices().iter().all(|device| !device.is_autodiff()));
+        let at = folder();
+        trained(ranks, at.path(), |it| {
+            it.with_default_checkpointers().num_epochs(2)
+        });
+        let resumed = trained(ranks, at.path(), |it| {
+            it.with_default_checkpointers().checkpoint(2)
+        });
+        assert_eq!(values(&resumed), values(&through), "{ranks} ranks");
+    }
+}
+
+/// Integers and booleans are part of the step, of its checkpoints and of the result.
+#[test]
+fn integers_and_booleans_are_those_of_the_model() {
+    let data = || (items(24, 1), items(4, 2));
+    let trained = |first: i32, at: &Path, epochs: usize, from: Option<usize>| {
+        let training = training(at, data(), BATCH).with_default_checkpointers();
+        let training = training.num_epochs(epochs);
+        on(2).launch_compiled(
+            match from {
+                Some(epoch) => training.checkpoint(epoch),
+                None => training,
+            },
+            (
+                move |device: &Device| Ordered::on(first, device),
+                Ordered::classify,
+            ),
+            (SgdConfig::new().build(), 1e-1),
+            (Strategy::FullShard, Default::default()),
+        )
+    };
+    let joined = || (joined(&data().0, 2, BATCH), joined(&data().1, 2, BATCH));
+    let plainly = |at: &Path, epochs: usize, from: Option<usize>| {
+        let learner = Learner::new(Ordered::on(1, &device()), SgdConfig::new().init(), 1e-1);
+        let training = training::<Ordered>(at, joined(), 2 * BATCH).with_default_checkpointers();
+        let training = training.num_epochs(epochs);
+        let training = match from {
+            Some(epoch) => training.checkpoint(epoch),
+            None => training,
+        };
+        training.launch(learner).model
+    };
+    let (at, plain) = (folder(), folder());
+    let got = trained(1, at.path(), 1, None).unwrap_or_else(|error| panic!("{error}"));
+    assert_close(&got.model, &plainly(plain.path(), 1, None), 1e-5);
+    // Another order of the outputs trains otherwise.
+    let other = trained(2, folder().path(), 1, None).unwrap_or_else(|error| panic!("{error}"));
+    assert_ne!(values(&other.model), values(&got.model));
+    // A resumed run has the order of its checkpoint, like Burn's, whatever the model was created with.
+    for from in [&at, &plain] {
+        let resumed = trained(2, from.path(), 2, Some(1));
+        let resumed = resumed.unwrap_or_else(|error| panic!("{error}"));
+        assert!(resumed.error.is_none(), "{:?}", resumed.error);
+        let want = plainly(plain.path(), 2, Some(1));
+        assert_close(&resumed.model, &want, 1e-5);
+        assert_eq!(resumed.model.order(), [1, 2, 0]);
+    }
 }

@@ -1,8 +1,9 @@
 //! The files of a step: opened, compared with the index, and kept open.
 
+use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::checksum::crc32;
 use crate::index::{INDEX_FILE, SEAL_FILE, seal};
@@ -78,12 +79,7 @@ impl Files {
 
     /// Returns a file whose size and header match the index, opening it if necessary.
     pub(super) fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
-        let lock = || {
-            self.open_files
-                .0
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        };
+        let lock = || self.open_files.0.lock();
         let known = lock()
             .iter()
             .find(|(known, _)| *known == number)

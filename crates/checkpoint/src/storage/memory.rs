@@ -1,10 +1,11 @@
 //! A storage in memory that can simulate crashes.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
@@ -118,7 +119,7 @@ impl Memory {
     }
 
     fn disk(&self) -> MutexGuard<'_, Disk> {
-        self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+        self.disk.lock()
     }
 }
 

@@ -8,8 +8,9 @@ mod memory;
 mod model;
 mod prompts;
 
+use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::Module;
@@ -271,7 +272,7 @@ impl Job {
         }
         let model = if residence == Residence::Whole {
             // The first rank of a process reads the weights. The others wait for it here, where there is no deadline.
-            let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = shared.lock();
             match shared.iter().find(|(on, _)| *on == device) {
                 Some((_, model)) => model.clone(),
                 None => {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use burn_fsdp::checkpoint::Checkpoints;
-use burn_fsdp::internals::checkpoint::Step;
+use burn_fsdp::internals::checkpoint::{Error, Step};
 
 use crate::error::{Failure, InputError};
 
@@ -36,12 +36,18 @@ pub(crate) fn with_step<T>(
 }
 
 fn open(folder: &Checkpoints, is_folder: bool, path: &Path) -> Result<Step, Failure> {
-    let step = if is_folder {
-        folder.newest()
-    } else {
-        Step::open(PathBuf::from(path))
-    };
-    step.map_err(|error| of_other_format(path).unwrap_or_else(|| error.into()).into())
+    if is_folder {
+        return folder
+            .newest()
+            .map_err(|error| InputError::from(error).into());
+    }
+    Step::open(PathBuf::from(path)).map_err(|error| {
+        let of_other_format = match &error {
+            Error::NotACheckpoint { .. } => of_other_format(path),
+            _ => None,
+        };
+        of_other_format.unwrap_or_else(|| error.into()).into()
+    })
 }
 
 /// Returns the error for a folder of `transformers` or of peft, which is not a checkpoint.

@@ -1,10 +1,11 @@
 //! Documents in files of any size. All ranks of a process share one stream, so each document is tokenized once.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use burn_fsdp::internals::checkpoint::TrainingState;
 use burn_fsdp_data::{
@@ -232,7 +233,7 @@ impl Documents {
     }
 
     fn shared(&self) -> MutexGuard<'_, Shared> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.lock()
     }
 
     /// Continues after a saved step. Each rank calls this, and the first call takes effect.

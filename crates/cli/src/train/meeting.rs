@@ -1,6 +1,6 @@
 //! The rendezvous of the ranks for saves.
 
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
@@ -37,7 +37,7 @@ impl Meeting {
     pub(crate) fn end_of(&self, world: &ProcessGroup) -> Result<Box<dyn Rendezvous>, RankError> {
         match self {
             Self::Threads(ends) => {
-                let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut ends = ends.lock();
                 let end = ends.get_mut(world.rank()).and_then(Option::take);
                 Ok(Box::new(end.ok_or(RankError::Ended)?))
             }

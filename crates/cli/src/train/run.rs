@@ -1,9 +1,10 @@
 //! The whole run: initial weights, ranks, report.
 
+use parking_lot::Mutex;
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::thread::{self, sleep};
 use std::time::Instant;
 
@@ -135,11 +136,7 @@ fn run_rank(
     let collector = Collector::new(config, world)?;
     let mut metrics = Metrics::default();
     if world.rank() == 0 {
-        let begun = start
-            .metrics
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let begun = start.metrics.lock().take();
         metrics = match begun {
             Some(metrics) => metrics,
             None => begin_files(config).map_err(Box::new)?,

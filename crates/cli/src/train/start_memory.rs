@@ -1,7 +1,8 @@
 //! Memory at the start of a run: bounds that fail if a rank ever holds a whole model.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use crate::train::{compiled, model};
 /// models, may run at a time.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    TURN.lock()
 }
 
 /// Bytes of traces and tables on all ranks together, and of other tests that run at the same time.

@@ -1,8 +1,9 @@
 //! The Chrome trace of one step, for `chrome://tracing` and Perfetto. Each rank is a process with a row for
 //! computation, a row for communication, and curves of its memory.
 
+use parking_lot::Mutex;
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn_fsdp::internals::collectives::{CommSpan, CommStage};
@@ -60,13 +61,13 @@ impl Resident {
     /// Adds a sample, if the system reports the memory.
     pub(crate) fn sample(&self) {
         if let Some(bytes) = host::rss_bytes() {
-            let mut samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut samples = self.0.lock();
             samples.push((Instant::now(), bytes));
         }
     }
 
     fn events(&self, clock: &Clock) -> Vec<Value> {
-        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let samples = self.0.lock();
         let event = |(at, bytes): &(Instant, u64)| clock.counter(RESIDENT, *at, *bytes);
         samples.iter().map(event).collect()
     }

@@ -1,13 +1,14 @@
 //! The comparison of the bytes that ranks exchange, around any engine: it announces the checksums of what a rank gives,
 //! and compares what it has received. Engines only compare bytes that nothing else sees.
 
+use parking_lot::Mutex;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use burn_fsdp_rendezvous::{
     Check, Checks, Checksums, Control, Difference, Error, GroupId, Held, Label, Meeting, Moment,
-    Operation, OperationKind, RankState, Replicas, Seal, Sealed, Signature, checksum, lock,
+    Operation, OperationKind, RankState, Replicas, Seal, Sealed, Signature, checksum,
 };
 use burn_fsdp_transport::{AlteredPart, Buffer, Findings, Source};
 
@@ -69,7 +70,7 @@ impl Checked {
         }
         Ok(Checks {
             given,
-            results: lock(&self.replicas).take_untold(),
+            results: self.replicas.lock().take_untold(),
         })
     }
 
@@ -129,7 +130,7 @@ impl Checked {
         } else {
             self.checksums(meeting, buffers)
         };
-        let mut replicas = lock(&self.replicas);
+        let mut replicas = self.replicas.lock();
         if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
             replicas.hold(operation, size, &checksums);
         }
@@ -183,7 +184,7 @@ impl Checked {
 
     /// Stores the checksum of a value that must be the same on all ranks; the next operation announces it.
     pub(super) fn hold_value(&self, told: (u64, u64), what: Label) {
-        lock(&self.replicas).hold_value(told, self.size(), what);
+        self.replicas.lock().hold_value(told, self.size(), what);
     }
 
     /// Returns a seal of bytes with these checksums and the current moment.

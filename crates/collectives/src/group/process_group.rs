@@ -1,7 +1,8 @@
 //! Groups of ranks that communicate.
 
+use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::checked::Checked;
@@ -10,7 +11,7 @@ use super::received::Received;
 use super::started::{Started, Wanted};
 use burn_fsdp_rendezvous::{
     At, Carried, Checks, Claim, CommSpan, CommStage, Control, Error, Fault, GroupId, Label, Ledger,
-    Operation, OperationCounts, RankState, Signature, lock,
+    Operation, OperationCounts, RankState, Signature,
 };
 use burn_fsdp_transport::{Buffer, BufferPool, Engine, Request, Source, Space};
 
@@ -125,7 +126,7 @@ impl ProcessGroup {
 
     /// Returns the counts of the operations that this rank has started on this group so far.
     pub fn counts(&self) -> OperationCounts {
-        lock(&self.0.progress).counts
+        self.0.progress.lock().counts
     }
 
     /// Returns this rank's last operations, on all its groups.
@@ -193,7 +194,7 @@ impl ProcessGroup {
 
     /// Returns the identity that the next operation will have.
     pub(crate) fn next_operation(&self, signature: &Signature) -> Operation {
-        let sequence = lock(&self.0.progress).sequence;
+        let sequence = self.0.progress.lock().sequence;
         self.operation(signature, sequence)
     }
 
@@ -205,7 +206,7 @@ impl ProcessGroup {
     ) -> Result<Pending<Received>, Error> {
         self.fault_point(At::Collective)?;
         let start = Instant::now();
-        let mut progress = lock(&self.0.progress);
+        let mut progress = self.0.progress.lock();
         let operation = self.operation(&signature, progress.sequence);
         let Contribution {
             note,

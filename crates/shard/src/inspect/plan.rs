@@ -99,15 +99,17 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
         warnings: Vec::new(),
     };
     let total = plan.num_params();
-    let largest = plan.units.iter().max_by_key(|unit| unit.num_params);
-    let units = root.units();
-    let slots = units.iter().flat_map(|unit| &unit.slots);
-    let of_slots = slots.map(|slot| slot.partition.num_elements());
-    // No choice of units divides one parameter.
-    let can_divide = of_slots.max().is_some_and(|most| 2 * most <= total);
-    if let Some(unit) = largest
-        && can_divide
+    // The largest parameter of each unit, which no choice of units divides.
+    let indivisible = root.units();
+    let indivisible = indivisible.iter().map(|unit| {
+        let sizes = unit.slots.iter().map(|slot| slot.partition.num_elements());
+        sizes.max().unwrap_or(0)
+    });
+    let largest = plan.units.iter().zip(indivisible);
+    let largest = largest.max_by_key(|(unit, _)| unit.num_params);
+    if let Some((unit, one)) = largest
         && 2 * unit.num_params > total
+        && 10 * (unit.num_params - one) > total
     {
         plan.warnings.push(format!(
             "unit `{}` holds {} of {} parameters, and the full weights of a unit exist at once, so sharding saves \

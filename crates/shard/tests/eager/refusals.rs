@@ -112,6 +112,7 @@ fn a_unit_with_most_parameters_is_warned_about() {
         assert!(divisible.to_string().contains("warning: "), "{divisible}");
         // Other units would not help.
         assert_eq!(plan([19, 1])?.warnings, [""; 0]);
+        assert_eq!(plan([15, 5])?.warnings.len(), 1);
         Ok(())
     });
 }

@@ -1,9 +1,10 @@
 //! The compiled step: its graphs, its tensors, and the pending part of its last step.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::slice::from_ref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -314,7 +315,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         O: Batch,
     {
         let templates = self.done.templates.lock();
-        let templates = templates.unwrap_or_else(PoisonError::into_inner);
         let outputs = self.done.outputs.iter().map(|(template, values)| {
             let template = templates.get(*template);
             let template = template.ok_or_else(|| Error::Internal("a trace was lost".to_owned()));

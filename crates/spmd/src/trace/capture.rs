@@ -1,7 +1,7 @@
 //! Burn's capture device, which records operations instead of running them.
 
+use parking_lot::Mutex;
 use std::cell::Cell;
-use std::sync::Mutex;
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
@@ -104,7 +104,7 @@ pub(super) struct Lease {
 
 impl Lease {
     pub(super) fn take(defaults: Option<Defaults>) -> Self {
-        let mut idle = IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut idle = IDLE.lock();
         let found = idle.iter().position(|(other, _)| *other == defaults);
         let (device, is_new) = match found {
             Some(index) => (idle.swap_remove(index).1, false),
@@ -133,7 +133,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut idle = IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut idle = IDLE.lock();
         idle.push((self.defaults, self.device.clone()));
     }
 }

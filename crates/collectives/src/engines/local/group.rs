@@ -1,12 +1,13 @@
 //! The state that the ranks of a group share, and a rank's handle to it.
 
+use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::flight::LocalFlight;
 use super::round::{Offer, Round};
 use super::team::Team;
-use burn_fsdp_rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup, lock};
+use burn_fsdp_rendezvous::{Claim, Control, Meeting, Messages, Operation, Subgroup};
 use burn_fsdp_transport::{BufferPool, Engine, Flight, Request};
 
 /// The state that the ranks of one group share.
@@ -45,7 +46,7 @@ impl LocalGroup {
 
     /// Publishes a rank's part in the operation with this number, and wakes the ranks that wait for it.
     fn join(&self, sequence: u64, rank: usize, offer: Offer) -> Arc<Round> {
-        let mut rounds = lock(&self.rounds);
+        let mut rounds = self.rounds.lock();
         let round = rounds
             .entry(sequence)
             .or_insert_with(|| Arc::new(Round::new(self.team.size())));
@@ -62,7 +63,7 @@ impl LocalGroup {
 
     /// Returns the subgroup. The first member to call creates it, and the last removes it from the map.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
-        let mut subgroups = lock(&self.subgroups);
+        let mut subgroups = self.subgroups.lock();
         let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {
             let members = subgroup.members.iter();
             let pools = members.map(|member| self.team.pool(*member).clone());

@@ -1,9 +1,10 @@
 //! The state that the ranks of a group share for one operation.
 
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
-use burn_fsdp_rendezvous::{Claim, Meeting, lock};
+use burn_fsdp_rendezvous::{Claim, Meeting};
 use burn_fsdp_transport::Source;
 
 /// An operation of one group. The ranks that still use it keep it alive.
@@ -69,7 +70,7 @@ impl Round {
     /// Publishes a rank's part. Called once per rank.
     pub(super) fn publish(&self, rank: usize, offer: Offer) {
         let seat = &self.seats[rank];
-        *lock(&seat.sources) = Some(offer.sources);
+        *seat.sources.lock() = Some(offer.sources);
         let claimed = seat.claim.set(offer.claim);
         debug_assert!(claimed.is_ok(), "rank {rank} arrived twice");
         // Last, so a rank that counts all arrivals also sees every source and claim.
@@ -83,13 +84,13 @@ impl Round {
 
     /// Returns a rank's sources, unless they were removed.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
-        lock(&self.seats[rank].sources).clone()
+        self.seats[rank].sources.lock().clone()
     }
 
     /// Removes a rank's sources. No peer will read them again.
     pub(super) fn withdraw(&self, rank: usize) {
         // The guard is released before the sources are dropped, because freeing them may take a long time.
-        let sources = lock(&self.seats[rank].sources).take();
+        let sources = self.seats[rank].sources.lock().take();
         drop(sources);
     }
 
@@ -103,7 +104,7 @@ impl Round {
         }
         for (rank, slice) in self.slices.iter().enumerate() {
             self.withdraw(rank);
-            let parts = lock(&slice.parts).take();
+            let parts = slice.parts.lock().take();
             drop(parts);
         }
         // Last: a rank that sees it may assume that no other rank holds the memory of its sources.
@@ -128,7 +129,7 @@ impl Round {
 
     /// Publishes a combined slice, one source per part.
     pub(super) fn publish_slice(&self, slice: usize, parts: Vec<Source>) {
-        *lock(&self.slices[slice].parts) = Some(parts.into());
+        *self.slices[slice].parts.lock() = Some(parts.into());
         self.num_slices.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -143,12 +144,12 @@ impl Round {
             .slices
             .iter()
             .filter(|slice| slice.taken_by.get() == Some(&rank));
-        taken.all(|slice| lock(&slice.parts).is_some())
+        taken.all(|slice| slice.parts.lock().is_some())
     }
 
     /// Returns a combined slice, if it is published.
     pub(super) fn slice(&self, slice: usize) -> Option<Sources> {
-        lock(&self.slices[slice].parts).clone()
+        self.slices[slice].parts.lock().clone()
     }
 }
 

@@ -5,10 +5,9 @@
     reason = "MPI writes to different places of a buffer at once"
 )]
 
+use parking_lot::Mutex;
 use std::ops::Range;
-use std::sync::Mutex;
 
-use burn_fsdp_rendezvous::lock;
 use burn_fsdp_transport::{Buffer, copy};
 
 /// Buffers that belong to the transfers into them until they are taken.
@@ -58,7 +57,7 @@ impl Landing {
     /// If the range is outside the buffer, or its length differs from the number of bytes.
     pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
         assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
-        let guard = lock(&self.buffers);
+        let guard = self.buffers.lock();
         if guard.is_some() {
             // SAFETY: the range is in bounds. The lock guarantees that the buffers are not taken, and that only one
             // thread copies at a time. The ranges of an operation's ranks do not overlap, so no transfer writes this
@@ -72,13 +71,13 @@ impl Landing {
 
     /// Passes the buffers to `fill`. Call it only when all transfers into them are complete.
     pub(super) fn fill(&self, fill: impl FnOnce(&mut [Buffer])) {
-        if let Some(buffers) = lock(&self.buffers).as_mut() {
+        if let Some(buffers) = self.buffers.lock().as_mut() {
             fill(buffers);
         }
     }
 
     /// Returns the buffers. Call it only when all transfers into them are complete.
     pub(super) fn take(&self) -> Vec<Buffer> {
-        lock(&self.buffers).take().unwrap_or_default()
+        self.buffers.lock().take().unwrap_or_default()
     }
 }

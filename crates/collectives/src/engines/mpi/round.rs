@@ -1,14 +1,15 @@
 //! An operation of this rank: the state shared between its threads and MPI's thread, and the work of MPI's thread for
 //! it.
 
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};
-use burn_fsdp_rendezvous::{Claim, Control, Meeting, OperationKind, Signature, lock};
+use burn_fsdp_rendezvous::{Claim, Control, Meeting, OperationKind, Signature};
 use burn_fsdp_transport::{AlteredPart, Awaited, Buffer, BufferPool, Source};
 
 /// The state of an operation that MPI's thread shares with the rank's threads. Rank numbers are ranks of the group.
@@ -134,7 +135,7 @@ impl Shared {
 
     /// Returns the addends of the other ranks; `None` in the place of this one.
     fn take_addends(&self) -> Vec<Option<Vec<Buffer>>> {
-        let addends = std::mem::take(&mut *lock(&self.addends));
+        let addends = std::mem::take(&mut *self.addends.lock());
         let taken = |landing: Option<Arc<Landing>>| landing.map(|landing| landing.take());
         addends.into_iter().map(taken).collect()
     }
@@ -283,7 +284,7 @@ impl Round {
         let landing = match &signature.reduction {
             Some(_) => {
                 let scratch = Arc::new(scratch(&signature, from, rank, &self.start.pool));
-                lock(&shared.addends)[from] = Some(scratch.clone());
+                shared.addends.lock()[from] = Some(scratch.clone());
                 scratch
             }
             None => shared.landing.clone(),
