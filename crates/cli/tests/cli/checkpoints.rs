@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::command::{Folder, Run, last_report, losses, send};
+use crate::command::{Folder, Run, hears_hangups, last_report, losses, send};
 
 pub(crate) const DIR: &str = "--synthetic --checkpoint-dir steps --metrics metrics.jsonl";
 
@@ -165,10 +165,7 @@ fn a_damaged_step_is_an_error_or_passed_over() {
 fn a_signal_ends_the_run_after_a_save() {
     ends_after_a_save("TERM");
     // A terminal that is gone. Runs started by `nohup` must continue.
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    if ignored.is_some_and(|mask| mask & 1 == 0) {
+    if hears_hangups() {
         ends_after_a_save("HUP");
     }
 }

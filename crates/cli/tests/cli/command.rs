@@ -274,3 +274,16 @@ pub(crate) fn crate_folder() -> PathBuf {
     let folder = std::env::var_os("CARGO_MANIFEST_DIR");
     folder.expect("cargo runs the test").into()
 }
+
+/// Returns true unless these tests were started to ignore SIGHUP, as by `nohup`. Their children inherit that, and ignore
+/// it too.
+pub(crate) fn hears_hangups() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    let hears = ignored.is_some_and(|mask| mask & 1 == 0);
+    if !hears {
+        crate::skipped::skipped("SIGHUP is ignored here, as by `nohup`");
+    }
+    hears
+}

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::command::{Folder, send};
+use crate::command::{Folder, hears_hangups, send};
 
 /// A time that nothing takes here. After it, a test has failed, and ends the processes that it started.
 const FAR_TOO_LONG: Duration = Duration::from_secs(120);
@@ -183,8 +183,9 @@ const SCRIPTS: [(&str, &str); 13] = [
 
 #[test]
 fn a_signal_to_launch_saves_once_through_any_script() {
+    let hangup = if hears_hangups() { "-HUP" } else { "-TERM" };
     for (index, (name, script)) in SCRIPTS.into_iter().enumerate() {
-        let signal = ["-TERM", "-INT", "-HUP", "-USR1"][index % 4];
+        let signal = ["-TERM", "-INT", hangup, "-USR1"][index % 4];
         let launched = Launched::start(script);
         send(signal, launched.child.id());
         let (folder, ended) = launched.end();
