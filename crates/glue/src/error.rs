@@ -137,7 +137,8 @@ pub enum Error {
     /// Batches with different numbers of items, in a compiled training run of Burn's loop.
     #[error(
         "the ranks' batches have different numbers of items: compiled steps need batches of the same shapes on all \
-         ranks; use a batch strategy that returns the same numbers everywhere, or train with `FullySharded::launch`"
+         ranks; use a batch strategy that returns the same numbers everywhere, a loader with at most one worker \
+         (several return a smaller last batch at any time), or `FullySharded::launch`"
     )]
     UnevenBatches,
     /// A setting that a compiled training run of Burn's loop does not have.

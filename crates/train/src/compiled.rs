@@ -249,7 +249,10 @@ where
         Ok(())
     }
 
-    fn validate(&mut self, batch: I) -> Result<O, Error> {
+    fn validate(&mut self, batch: I, weight: f64) -> Result<O, Error> {
+        if weight != 1.0 {
+            return Err(Error::UnevenBatches);
+        }
         let tensors = self.step.evaluate(&mut self.evaluation, &batch)?;
         Ok(self.output(tensors))
     }

@@ -230,6 +230,7 @@ impl<M: LearnerModel> Trainer<M> for Eager<M> {
     fn validate(
         &mut self,
         batch: <M as InferenceStep>::Input,
+        _weight: f64,
     ) -> Result<<M as InferenceStep>::Output, Error> {
         let model = self.valid.as_ref().expect("a validation has begun");
         Ok(catch(|| InferenceStep::step(model, batch))?)

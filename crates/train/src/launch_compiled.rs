@@ -39,7 +39,7 @@ impl FullySharded {
     ///
     /// Checkpoints, metrics, schedules, gradient accumulation and early stopping are those of [`launch`](Self::launch),
     /// and so are the checkpoints' files: both can resume the other's. A batch's tensors must have the same shapes on
-    /// all ranks, so the items must divide evenly among the ranks.
+    /// all ranks, so the items must divide evenly among the ranks, and loaders have at most one worker.
     ///
     /// ```
     /// use std::sync::Arc;

@@ -196,7 +196,7 @@ impl<M: LearnerModel, T: Trainer<M>> Rank<M, T> {
                 Next::Through => break,
                 Next::Stopped(failure, by) => return Ok(self.stopped(failure, by)),
             };
-            let output = self.trainer.validate(round.batch)?;
+            let output = self.trainer.validate(round.batch, round.weight)?;
             if round.counts {
                 let progress = progress(round.had_by_all, self.course.validated_items);
                 let item = TrainingItem::new(output, progress, Some(iteration), None);

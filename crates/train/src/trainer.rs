@@ -24,10 +24,11 @@ pub(crate) trait Trainer<M: LearnerModel> {
     /// Prepares the model for a validation.
     fn begin_validation(&mut self) -> Result<(), Error>;
 
-    /// Runs a batch of a validation.
+    /// Runs a batch of a validation. `weight` is not 1 if the ranks' batches have different numbers of items.
     fn validate(
         &mut self,
         batch: <M as InferenceStep>::Input,
+        weight: f64,
     ) -> Result<<M as InferenceStep>::Output, Error>;
 
     /// Releases what [`begin_validation`](Self::begin_validation) has prepared.

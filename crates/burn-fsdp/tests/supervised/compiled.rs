@@ -267,3 +267,44 @@ fn integers_and_booleans_are_those_of_the_model() {
         assert_eq!(resumed.model.order(), [1, 2, 0]);
     }
 }
+
+/// Burn reads the states of a model of 16 bits in 32, which compiled steps convert back.
+#[test]
+fn models_of_16_bits_are_resumed() {
+    let data = || (items(16, 1), items(4, 2));
+    let trained =
+        |at: &Path,
+         ranks: usize,
+         change: fn(SupervisedTraining<Lent<Net>>) -> SupervisedTraining<Lent<Net>>| {
+            let result = on(ranks).launch_compiled(
+                change(training(at, data(), BATCH)).with_default_checkpointers(),
+                (|device: &Device| Net::on(device).in_bf16(), Net::classify),
+                (AdamWConfig::new().build(), 1e-2),
+                (Strategy::FullShard, Default::default()),
+            );
+            values_of_16_bits(&result.unwrap_or_else(|error| panic!("{error}")).model)
+        };
+    let (at, whole) = (folder(), folder());
+    let through = trained(whole.path(), 2, |it| it);
+    trained(at.path(), 2, |it| it.num_epochs(1));
+    assert_eq!(trained(at.path(), 2, |it| it.checkpoint(1)), through);
+    let first = folder();
+    trained(first.path(), 1, |it| it.num_epochs(1));
+    assert!(trained(first.path(), 2, |it| it.checkpoint(1)).len() >= 6);
+}
+
+fn values_of_16_bits(model: &Net) -> Vec<(String, Vec<f32>)> {
+    struct Widened;
+    impl burn::module::ModuleMapper for Widened {
+        fn map_float<const D: usize>(
+            &mut self,
+            param: burn::module::Param<burn::tensor::Tensor<D>>,
+        ) -> burn::module::Param<burn::tensor::Tensor<D>> {
+            param.map(|value| {
+                assert_eq!(value.dtype(), burn::tensor::DType::BF16);
+                value.cast(burn::tensor::FloatDType::F32)
+            })
+        }
+    }
+    values(&model.clone().map(&mut Widened))
+}

@@ -112,7 +112,11 @@ struct InBf16;
 
 impl burn::module::ModuleMapper for InBf16 {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| Tensor::from_inner(old.inner().cast(FloatDType::BF16)).require_grad())
+        param.map(|old| {
+            let is_trained = old.device().is_autodiff();
+            let narrow = old.cast(FloatDType::BF16).detach();
+            narrow.set_require_grad(is_trained)
+        })
     }
 }
 

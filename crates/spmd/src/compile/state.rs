@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::iter;
 
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{Layout, Mesh};
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
@@ -59,6 +59,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the cut dims.
+    ///
+    /// A state of another float type is converted, if that changes no value: Burn reads states of 16 bits in 32.
     ///
     /// It first completes the last step. If collectives were [moved](crate::Mode::move_to_next_iteration), all ranks
     /// must call it.
@@ -402,11 +404,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that does not
     /// belong to this optimizer, or is incomplete. No state is changed in that case. Also the errors of
     /// [`flush`](Self::flush).
-    pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
+    pub fn resume_with(
+        &mut self,
+        steps: u64,
+        mut states: Vec<OptimizerState>,
+    ) -> Result<(), Error> {
         self.flush()?;
         let mut restored = BTreeMap::new();
-        for state in &states {
-            for (slot, data) in &state.tensors {
+        for state in &mut states {
+            for (slot, data) in &mut state.tensors {
                 let (shape, layout) = self.state_place(&state.path, slot)?;
                 let expected = self.divided(&shape, &layout).part_shape()?;
                 let slots = self.scalars.slots(&state.path).iter();
@@ -414,6 +420,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                     .filter(|other| *other.name == **slot)
                     .map(|slot| slot.dtype);
                 let dtype = dtype.next_back().unwrap_or(data.dtype());
+                if data.dtype() != dtype && is_exact_in(data, dtype) {
+                    *data = data.clone().convert_dtype(dtype);
+                }
                 if data.shape().to_vec() != expected || data.dtype() != dtype {
                     let name = format!("{} {slot}", state.path);
                     let expected = (expected.as_slice(), dtype);
@@ -458,4 +467,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let expected = (shape.as_slice(), spec.dtype);
         Err(Error::mismatch("shard", path.to_owned(), expected, data))
     }
+}
+
+/// Returns true if the values of a float tensor are the same in another float type.
+fn is_exact_in(data: &TensorData, dtype: DType) -> bool {
+    let are_floats = data.dtype().is_float() && dtype.is_float();
+    are_floats
+        && data
+            .clone()
+            .convert_dtype(dtype)
+            .convert_dtype(data.dtype())
+            == *data
 }

@@ -17,9 +17,9 @@ pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
         "do not move tensors between devices in the loss, or train this model with the eager engine (fully_shard)"
     } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
         "the loss tests whether any element holds, as one_hot does with its indices: compare with Tensor::arange instead \
-         of one_hot, keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
+         of one_hot, keep values on the device in `init` and in the loss, or train this model with the eager engine (fully_shard)"
     } else {
-        "keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
+        "keep values on the device in `init` and in the loss, or train this model with the eager engine (fully_shard)"
     }
 }
 
