@@ -1,8 +1,8 @@
 //! The scaling of rotary positions for long sequences.
 
-use parking_lot::Mutex;
 use std::f64::consts::TAU;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// The scaling of rotary positions, with Hugging Face's names. A plane is a pair of elements of a head that are rotated

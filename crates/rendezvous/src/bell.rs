@@ -1,8 +1,9 @@
 //! Waiting for changes made by other threads.
 
-use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::patience::Patience;
 

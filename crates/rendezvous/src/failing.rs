@@ -1,8 +1,9 @@
 //! Parsing a [`Fault`] from text, and triggering it.
 
-use parking_lot::Mutex;
 use std::str::FromStr;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::error::Error;
 use super::fault::{At, Fault, How};

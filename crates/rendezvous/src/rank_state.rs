@@ -1,8 +1,9 @@
 //! The state of one rank of the world, regardless of its groups.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::agreement::Check;
 use super::carried::{Carried, Watcher};

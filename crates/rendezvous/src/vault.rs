@@ -3,9 +3,10 @@
 //! A value is registered by its slot: its owner, its parameter and its kind. The address of its memory would not do,
 //! because allocators reuse addresses, and the seal of a freed value would then be compared with another value.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::seal::Sealed;
 

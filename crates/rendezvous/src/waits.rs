@@ -1,8 +1,9 @@
 //! The long waits of ranks: who waits for whom.
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fmt;
+
+use parking_lot::Mutex;
 
 /// A wait that has lasted for a while. Rank numbers are ranks of the world.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -18,7 +18,6 @@ mod state;
 mod step;
 mod ties;
 
-use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -26,6 +25,7 @@ use burn::backend::Flex;
 use burn::module::{Module, ParamId};
 use burn::tensor::{Device, TensorData};
 use burn_ir::BackendIr;
+use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::initial::{InitialValues, ShardSpec};

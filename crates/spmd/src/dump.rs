@@ -5,7 +5,6 @@ mod dot;
 mod groups;
 mod svg;
 
-use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
@@ -14,6 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use burn_ir::TensorId;
+use parking_lot::Mutex;
 use tempfile::TempDir;
 
 use crate::error::{DumpError, Error};

@@ -1,6 +1,5 @@
 //! Rank 0's work for all ranks: events, checkpoints, and early stopping.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use burn::train::metric::store::EventStoreClient;
@@ -8,6 +7,7 @@ use burn::train::{
     CloneEarlyStoppingStrategy, EventProcessorTraining, Interrupter, Learner, LearnerEvent,
     LearnerModel, LearningCheckpointer, SupervisedTrainingEventProcessor,
 };
+use parking_lot::Mutex;
 
 use crate::lent::Lent;
 use crate::outputs::Outputs;

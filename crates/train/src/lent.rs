@@ -1,6 +1,5 @@
 //! The model of Burn's learner, which the ranks borrow for a run.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::Arc;
 
@@ -10,6 +9,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
+use parking_lot::{Mutex, MutexGuard};
 
 use burn_fsdp_glue::optimizer_record::emptied;
 

@@ -1,6 +1,5 @@
 //! The outputs of steps in transit to rank 0, which passes them to the metrics.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 
 use burn::data::dataloader::Progress;
@@ -9,6 +8,7 @@ use burn::tensor::{Bytes, Device};
 use burn::train::{InferenceStep, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::{BufferPool, ElementType, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
+use parking_lot::Mutex;
 
 use crate::portable::{Parcel, Portable};
 use burn_fsdp_glue::error::Error;

@@ -1,6 +1,5 @@
 //! Burn's strategy: the split among ranks, and the results.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
@@ -13,6 +12,7 @@ use burn::train::{
 };
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_tensors::launch;
+use parking_lot::Mutex;
 
 use crate::course::{Course, Ranks};
 use crate::lead::Lead;

@@ -1,11 +1,12 @@
 //! The memory of one rank's operations.
 
-use parking_lot::Mutex;
 use std::any::Any;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::device::DeviceMemory;
 use super::payload::{Payload, Space};

@@ -1,9 +1,10 @@
 //! The files of a step: opened, compared with the index, and kept open.
 
-use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 use crate::checksum::crc32;
 use crate::index::{INDEX_FILE, SEAL_FILE, seal};

@@ -1,11 +1,12 @@
 //! A storage in memory that can simulate crashes.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 

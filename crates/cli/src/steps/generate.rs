@@ -8,7 +8,6 @@ mod memory;
 mod model;
 mod prompts;
 
-use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +20,7 @@ use burn_fsdp::internals::sharding::fully_shard_from;
 use burn_fsdp::internals::state::unsharded;
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, launch};
 use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
+use parking_lot::Mutex;
 
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;

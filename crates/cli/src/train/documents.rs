@@ -1,6 +1,5 @@
 //! Documents in files of any size. All ranks of a process share one stream, so each document is tokenized once.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -12,6 +11,7 @@ use burn_fsdp_data::{
     DataConfig, DataError, Dataset, Fields, Format, Packing, Position, Sequence, Stream, Tokenizer,
 };
 use burn_fsdp_models::{ModelConfig, Rows, TextCodec};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use crate::args::{DataArgs, DataFormat, PackingArg, TrainArgs};

@@ -1,10 +1,10 @@
 //! The rendezvous of the ranks for saves.
 
-use parking_lot::Mutex;
 use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::internals::checkpoint::{GroupRendezvous, Rendezvous, ThreadRendezvous};
+use parking_lot::Mutex;
 
 use crate::error::RankError;
 use crate::train::ranks::Ranks;

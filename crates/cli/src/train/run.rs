@@ -1,6 +1,5 @@
 //! The whole run: initial weights, ranks, report.
 
-use parking_lot::Mutex;
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,6 +8,7 @@ use std::thread::{self, sleep};
 use std::time::Instant;
 
 use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
+use parking_lot::Mutex;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::{flag, low_level};
 

@@ -1,6 +1,5 @@
 //! Memory at the start of a run: bounds that fail if a rank ever holds a whole model.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::sleep;
@@ -10,6 +9,7 @@ use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
 use burn_fsdp_models::{Architecture, GptConfig, LlamaConfig, ModelConfig};
 use clap::Parser;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::HEAP;
 use crate::args::{Cli, Command};

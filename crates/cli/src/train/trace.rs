@@ -1,12 +1,12 @@
 //! The Chrome trace of one step, for `chrome://tracing` and Perfetto. Each rank is a process with a row for
 //! computation, a row for communication, and curves of its memory.
 
-use parking_lot::Mutex;
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn_fsdp::internals::collectives::{CommSpan, CommStage};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::host;

@@ -1,7 +1,6 @@
 //! The comparison of the bytes that ranks exchange, around any engine: it announces the checksums of what a rank gives,
 //! and compares what it has received. Engines only compare bytes that nothing else sees.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,6 +10,7 @@ use burn_fsdp_rendezvous::{
     Operation, OperationKind, RankState, Replicas, Seal, Sealed, Signature, checksum,
 };
 use burn_fsdp_transport::{AlteredPart, Buffer, Findings, Source};
+use parking_lot::Mutex;
 
 /// One rank's comparison of a group's bytes.
 pub(super) struct Checked {

@@ -1,9 +1,10 @@
 //! Groups of ranks that communicate.
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::checked::Checked;
 use super::pending::{Entry, Peers, Pending};

@@ -1,6 +1,5 @@
 //! The compiled step: its graphs, its tensors, and the pending part of its last step.
 
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::slice::from_ref;
@@ -11,6 +10,7 @@ use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::TensorData;
 use burn_fsdp_tensors::Staged;
 use burn_ir::BackendIr;
+use parking_lot::Mutex;
 
 use super::agree::agree;
 use super::cache::{Graphs, Made, Setting, Tracer};

@@ -1,6 +1,5 @@
 //! Burn's capture device, which records operations instead of running them.
 
-use parking_lot::Mutex;
 use std::cell::Cell;
 
 use burn::backend::Autodiff;
@@ -11,6 +10,7 @@ use burn::tensor::{
 use burn_backend::TensorMetadata;
 use burn_capture::{CaptureBackend, CapturedGraph};
 use burn_ir::{OperationIr, TensorId};
+use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::graph::operation_name;

@@ -1,8 +1,9 @@
 //! The state that the ranks of a group share, and a rank's handle to it.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::flight::LocalFlight;
 use super::round::{Offer, Round};

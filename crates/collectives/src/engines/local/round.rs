@@ -1,11 +1,11 @@
 //! The state that the ranks of a group share for one operation.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use burn_fsdp_rendezvous::{Claim, Meeting};
 use burn_fsdp_transport::Source;
+use parking_lot::Mutex;
 
 /// An operation of one group. The ranks that still use it keep it alive.
 #[derive(Debug)]

@@ -5,10 +5,10 @@
     reason = "MPI writes to different places of a buffer at once"
 )]
 
-use parking_lot::Mutex;
 use std::ops::Range;
 
 use burn_fsdp_transport::{Buffer, copy};
+use parking_lot::Mutex;
 
 /// Buffers that belong to the transfers into them until they are taken.
 #[derive(Debug)]

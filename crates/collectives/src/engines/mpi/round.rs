@@ -1,9 +1,10 @@
 //! An operation of this rank: the state shared between its threads and MPI's thread, and the work of MPI's thread for
 //! it.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
