@@ -216,10 +216,11 @@ fn save_in_background(
     for (index, &step) in steps.iter().enumerate() {
         let mut taken = snapshot(&model, &optimizer(), mesh.mesh(), "shard")?;
         if spoilt == Some(world.rank()) {
-            let part = taken.plan.of_rank(world.rank())[0].tensor;
-            let tensor = &taken.plan.tensors()[part];
+            let part = &taken.plan.of_rank(world.rank())[0];
+            let tensor = &taken.plan.tensors()[part.tensor];
             let bytes = f32::NAN.to_le_bytes().repeat(tensor.shape.iter().product());
-            taken.snapshot.insert(tensor.name.clone(), bytes);
+            let snapshot = &mut taken.snapshot;
+            snapshot.insert(&tensor.name, part.region.clone(), bytes);
         }
         let offered = saves.offer(taken)?;
         seen.push(offered.not_finite().cloned());

@@ -273,7 +273,7 @@ fn large_shards_round_trip() {
     );
     let bytes: Vec<u8> = (0..4 * elements).map(|i| (i * 31 % 251) as u8).collect();
     let mut snapshot = Snapshot::new();
-    snapshot.insert("large", bytes.clone());
+    snapshot.insert("large", Region::Flat(0..elements), bytes.clone());
     let request = SaveRequest {
         existing: Existing::Refuse,
         ..SaveRequest::new(plan, TrainingState::default())

@@ -73,7 +73,8 @@ pub mod compile {
     pub use burn_fsdp_certificate::{
         Certificate, certify, certify_at, compile_from, compile_on, compile_with, prove,
     };
-    pub use burn_fsdp_glue::compiled::{restore_compiled_matching, snapshot_compiled_matching};
+    pub use burn_fsdp_glue::compiled_restore::restore_compiled_matching;
+    pub use burn_fsdp_glue::compiled_snapshot::snapshot_compiled_matching;
     pub use burn_fsdp_spmd::{
         BackendIr, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DoraAdapter,
         DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState, IdleTensor,

@@ -117,7 +117,8 @@ pub mod checkpoint {
 pub mod compile {
     pub use burn_fsdp_certificate::compile;
     pub use burn_fsdp_glue::blocking::{resume_compiled, save_compiled};
-    pub use burn_fsdp_glue::compiled::{load_compiled, restore_compiled, snapshot_compiled};
+    pub use burn_fsdp_glue::compiled_restore::{load_compiled, restore_compiled};
+    pub use burn_fsdp_glue::compiled_snapshot::snapshot_compiled;
     pub use burn_fsdp_spmd::passes::schedule::Options;
     pub use burn_fsdp_spmd::{
         Batch, BatchMapper, CompiledStep, Evaluation, Expand, LossScaling, Mode, OptimizerGroups,

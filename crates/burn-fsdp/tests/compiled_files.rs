@@ -1,16 +1,22 @@
 //! Compiled steps that are saved and resumed with one call each.
 
+#[path = "common/save.rs"]
+mod common;
+
 use std::path::Path;
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp::checkpoint::snapshot;
 use burn_fsdp::compile::{CompiledStep, Mode, compile, resume_compiled, save_compiled};
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, resume, save,
 };
+
+use common::save_taken;
 
 #[derive(Module, Debug)]
 struct Net {
@@ -182,6 +188,42 @@ fn what_cannot_be_saved_is_refused_on_all_ranks() {
         save_compiled(&folder, &mut step, &two)?;
         let again = refused(save_compiled(&folder, &mut step, &two));
         assert!(again.contains("step-"), "{again}");
+        Ok::<_, Error>(())
+    });
+    all.unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// A mesh whose axes have the same names and sizes, but whose ranks are in another order.
+#[test]
+fn a_mesh_in_another_order_is_refused_by_both_engines() {
+    let at = tempfile::tempdir().expect("a folder");
+    let folder = at.path().to_owned();
+    let all = launch(LaunchConfig::new(4), move |world| {
+        let own = mesh(&world, 2)?;
+        let swapped = Mesh::new([("shard", 2), ("replicate", 2)])?;
+        let swapped = ProcessMesh::new(&world, swapped)?;
+        let refused = |error: String| assert!(error.contains("this rank holds"), "{error}");
+
+        let mode = Mode::hybrid(own.clone(), "replicate", Strategy::FullShard)?;
+        let mut step = compiled(mode)?;
+        step.step(1e-2, &rows(0, &world, &Device::flex()))?;
+        let saved = save_compiled(&folder, &mut step, &swapped);
+        refused(saved.expect_err("refused").to_string());
+
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let model = fully_shard(Net::on(&device), &own, ShardPolicy::new())?;
+        let mut optimizer = AdamWConfig::new().init();
+        let gradients = backward(model.loss(rows(0, &world, &device)), &model)?;
+        let model = optimizer.step(1e-2, model, gradients);
+        let saved = save(&folder, 1, &model, &optimizer, &swapped);
+        refused(saved.expect_err("refused").to_string());
+        // The axis of the replicas has as many ranks as the axis of the shards.
+        let taken = snapshot(&model, &optimizer, own.mesh(), "replicate")?;
+        let saved = save_taken(&folder, world, taken, 1);
+        refused(saved.expect_err("refused").to_string());
+
+        save(&folder, 1, &model, &optimizer, &own)?;
+        save_compiled(folder.join("compiled"), &mut step, &own)?;
         Ok::<_, Error>(())
     });
     all.unwrap_or_else(|error| panic!("{error}"));

@@ -43,7 +43,7 @@
 //! let plan = Arc::new(WritePlan::new(&mesh, vec![weight])?);
 //! let training = TrainingState { step: 7, ..TrainingState::default() };
 //! let mut snapshot = Snapshot::new();
-//! snapshot.insert("weight", vec![1, 2, 3, 4, 5, 6]);
+//! snapshot.insert("weight", Region::whole(&[2, 3]), vec![1, 2, 3, 4, 5, 6]);
 //! let checkpoints = Checkpoints::new(dir);
 //! save(&checkpoints, &SaveRequest::new(plan, training), &mut snapshot, &mut Alone)?;
 //!

@@ -33,14 +33,22 @@ impl<F: FnMut(&TensorSpec, &Region) -> Result<Vec<u8>, BoxError>> Source for F {
 /// The parts of one rank, captured at one moment, by tensor name.
 ///
 /// Stores any owned bytes without copying them: `Vec<u8>`, `Arc<[u8]>`, or a type of the caller. Each part is freed as
-/// soon as it is written. Ignores tensors that the plan does not assign to this rank.
+/// soon as it is written. Ignores tensors that the plan does not assign to this rank. A plan that assigns other elements
+/// of a tensor than this rank holds is an error.
 #[derive(Default)]
 pub struct Snapshot {
     parts: HashMap<String, Part>,
 }
 
 /// A part of a tensor in a snapshot.
-enum Part {
+struct Part {
+    /// The elements that this rank holds.
+    region: Region,
+    elements: Elements,
+}
+
+/// The elements of a part.
+enum Elements {
     /// The bytes, in memory.
     Held(PartBytes<'static>),
     /// A function that reads the bytes on demand.
@@ -50,7 +58,7 @@ enum Part {
 /// The function that reads a part.
 type Read = dyn Fn() -> Result<Vec<u8>, BoxError> + Send + Sync;
 
-impl Part {
+impl Elements {
     fn num_bytes(&self) -> usize {
         match self {
             Self::Held(bytes) => (**bytes).as_ref().len(),
@@ -73,33 +81,35 @@ impl Snapshot {
         Self::default()
     }
 
-    /// Adds this rank's part of a tensor.
+    /// Adds this rank's part of a tensor: the elements of `region`.
     pub fn insert(
         &mut self,
         tensor: impl Into<String>,
+        region: Region,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) {
-        self.parts
-            .insert(tensor.into(), Part::Held(Box::new(bytes)));
+        let elements = Elements::Held(Box::new(bytes));
+        self.parts.insert(tensor.into(), Part { region, elements });
     }
 
-    /// Adds this rank's part of a tensor, of `num_bytes` bytes, without holding it in memory. `read` is called when the
-    /// part is checked or written, and must return the same bytes each time.
+    /// Adds this rank's part of a tensor, the elements of `region`, of `num_bytes` bytes, without holding it in memory.
+    /// `read` is called when the part is checked or written, and must return the same bytes each time.
     pub fn insert_read(
         &mut self,
         tensor: impl Into<String>,
+        region: Region,
         num_bytes: usize,
         read: impl Fn() -> Result<Vec<u8>, BoxError> + Send + Sync + 'static,
     ) {
         let read = Box::new(read);
-        self.parts
-            .insert(tensor.into(), Part::Read { num_bytes, read });
+        let elements = Elements::Read { num_bytes, read };
+        self.parts.insert(tensor.into(), Part { region, elements });
     }
 
     /// Returns the total bytes of all parts.
     pub fn num_bytes(&self) -> usize {
         let parts = self.parts.values();
-        parts.map(Part::num_bytes).sum()
+        parts.map(|part| part.elements.num_bytes()).sum()
     }
 }
 
@@ -114,7 +124,7 @@ impl Snapshot {
             .iter()
             .map(|part| &plan.tensors()[part.tensor]);
         let mut held = tensors.filter_map(|spec| Some((spec, self.parts.get(&spec.name)?)));
-        let found = held.find(|(spec, part)| !part.is_finite(spec.dtype));
+        let found = held.find(|(spec, part)| !part.elements.is_finite(spec.dtype));
         found.map(|(spec, _)| spec.name.clone())
     }
 }
@@ -147,11 +157,22 @@ fn is_finite(bytes: &[u8], dtype: Dtype) -> bool {
 }
 
 impl Source for Snapshot {
-    fn part(&mut self, tensor: &TensorSpec, _: &Region) -> Result<PartBytes<'_>, BoxError> {
-        match self.parts.remove(&tensor.name) {
-            Some(Part::Held(bytes)) => Ok(bytes),
-            Some(Part::Read { read, .. }) => Ok(Box::new(read()?)),
-            None => Err("it is not in the snapshot; insert this rank's part of it".into()),
+    fn part(&mut self, tensor: &TensorSpec, region: &Region) -> Result<PartBytes<'_>, BoxError> {
+        let Some(part) = self.parts.remove(&tensor.name) else {
+            return Err("it is not in the snapshot; insert this rank's part of it".into());
+        };
+        // Equal sizes do not show that the elements are the right ones.
+        if part.region != *region {
+            return Err(format!(
+                "this rank holds {}, but the plan makes it write {region}; plan with the mesh of the ranks that save, \
+                 and with the axis over which the tensor is sharded",
+                part.region
+            )
+            .into());
+        }
+        match part.elements {
+            Elements::Held(bytes) => Ok(bytes),
+            Elements::Read { read, .. } => Ok(Box::new(read()?)),
         }
     }
 }

@@ -24,7 +24,8 @@ fn snapshot(plan: &WritePlan, rank: usize) -> Snapshot {
     let mut snapshot = Snapshot::new();
     for part in plan.of_rank(rank) {
         let tensor = &plan.tensors()[part.tensor];
-        snapshot.insert(&*tensor.name, common::part_of(tensor, &part.region));
+        let bytes = common::part_of(tensor, &part.region);
+        snapshot.insert(&*tensor.name, part.region.clone(), bytes);
     }
     snapshot
 }

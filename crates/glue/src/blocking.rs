@@ -12,7 +12,8 @@ use burn_fsdp_shard::check_elementwise_once;
 use burn_fsdp_spmd::{BackendIr, Batch, CompiledStep};
 use serde::{Deserialize, Serialize};
 
-use crate::compiled::{restore_compiled, snapshot_compiled};
+use crate::compiled_restore::restore_compiled;
+use crate::compiled_snapshot::snapshot_compiled;
 use crate::error::CheckpointError;
 use crate::rendezvous::{GroupRendezvous, exchange};
 use crate::restore::restore;

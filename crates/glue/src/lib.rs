@@ -6,7 +6,8 @@
 
 pub mod blocking;
 pub mod checkpointer;
-pub mod compiled;
+pub mod compiled_restore;
+pub mod compiled_snapshot;
 pub mod device_name;
 pub mod dtype;
 pub mod error;

@@ -13,7 +13,7 @@ use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::CheckpointError;
 use crate::optimizer_cut::{WholeState, cut_optimizer};
 use crate::optimizer_record::{kept_in, owner_of};
-use crate::snapshot::ADAPTER_SCALE;
+use crate::snapshot::{ADAPTER_SCALE, region_of};
 use crate::tied::Names;
 
 /// Loads `step`, saved by any number of ranks, into a sharded model and its optimizer. Each rank reads only the bytes
@@ -126,11 +126,6 @@ fn check_scale(tensor: &LocalTensor, saved: &TensorEntry) -> Result<(), Checkpoi
         }),
         _ => Ok(()),
     }
-}
-
-/// Returns the region of a tensor that this rank holds.
-pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
-    Region::Flat(tensor.range())
 }
 
 /// Loads this rank's part of a step's states into an optimizer, for the parameters that `is_wanted` selects by path.

@@ -41,7 +41,8 @@ pub struct TrainingSnapshot {
 }
 
 /// Takes a snapshot of a sharded model and its optimizer. `mesh` contains all ranks that save, and `axis` is the axis
-/// over which the model is sharded.
+/// over which the model is sharded. The save fails on a mesh or an axis by which a rank would write elements that it
+/// does not hold.
 ///
 /// All ranks must take their snapshots at the same point. If the policy assigns parameters to [one
 /// owner](burn_fsdp_shard::ShardPolicy::one_owner), the owners send the other ranks their optimizer state without its
@@ -184,6 +185,11 @@ impl AsRef<[u8]> for Elements<TensorData> {
     }
 }
 
+/// Returns the region of a tensor that this rank holds.
+pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
+    Region::Flat(tensor.range())
+}
+
 /// Collects a snapshot: the description of all ranks' tensors, and this rank's elements.
 struct Tensors<'a> {
     place: Ranks<'a>,
@@ -208,8 +214,11 @@ impl Tensors<'_> {
             spec = spec.with(ADAPTER_SCALE, scale);
         }
         self.add(spec, Holders::of(local))?;
-        self.snapshot
-            .insert(&local.path, Elements(local.elements.clone()));
+        self.snapshot.insert(
+            &local.path,
+            region_of(local),
+            Elements(local.elements.clone()),
+        );
         Ok(())
     }
 
@@ -230,6 +239,10 @@ impl Tensors<'_> {
             Holders::Parts => local.shape.clone(),
             Holders::All | Holders::Owner(_) => tensor.shape.clone(),
         };
+        let held = match holders {
+            Holders::Parts => region_of(local),
+            Holders::All | Holders::Owner(_) => Region::whole(&shape),
+        };
         let kind = TensorKind::OptimizerState;
         let spec = TensorSpec::new(
             &name,
@@ -244,12 +257,12 @@ impl Tensors<'_> {
             match self.are_in {
                 Store::Memory => {
                     let bytes = own.to_bytes().map_err(optimizer_error)?;
-                    self.snapshot.insert(name, Elements(bytes));
+                    self.snapshot.insert(name, held, Elements(bytes));
                 }
                 Store::Files => {
                     let (own, len) = (own.clone(), own.byte_len());
                     let read = move || Ok(own.to_bytes()?.to_vec());
-                    self.snapshot.insert_read(name, len, read);
+                    self.snapshot.insert_read(name, held, len, read);
                 }
             }
         }

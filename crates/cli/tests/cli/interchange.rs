@@ -14,7 +14,7 @@ use burn_fsdp::internals::checkpoint::{
     Alone, Dtype, SaveRequest, Snapshot, TensorKind, TensorSpec, TrainingState, WritePlan,
     save_step,
 };
-use burn_fsdp::internals::mesh::Layout;
+use burn_fsdp::internals::mesh::{Layout, Region};
 use serde_json::Value;
 
 use crate::command::{Folder, crate_folder, losses, relative_difference};
@@ -221,7 +221,7 @@ fn save_matrix(folder: &Path, model: Value) {
     let matrix = TensorSpec::new("matrix", [2, 3], Dtype::F32, TensorKind::Parameter, layout);
     let plan = Arc::new(WritePlan::new(&mesh, vec![matrix]).expect("fits"));
     let mut snapshot = Snapshot::new();
-    snapshot.insert("matrix", vec![1_u8; 24]);
+    snapshot.insert("matrix", Region::whole(&[2, 3]), vec![1_u8; 24]);
     let request = SaveRequest {
         model,
         ..SaveRequest::new(plan, TrainingState::default())
