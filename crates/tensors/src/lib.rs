@@ -14,6 +14,7 @@
 //! | `medium` | the memory in which a collective exchanges tensors |
 //! | `take` | bytes to tensors |
 //! | `low_bit` | optimizer states in 16 or 8 bits |
+//! | `handle` | tensors as handles of an interpreter, and back |
 //! | `host` | tells which tensors are in the host's memory |
 //! | `mapped` | bytes in files, mapped into memory |
 //! | `staging` | copies to and from other memory, counted |
@@ -23,6 +24,7 @@
 mod batch;
 mod device;
 mod element;
+mod handle;
 mod host;
 mod launch;
 mod lend;
@@ -35,7 +37,8 @@ mod take;
 pub use batch::{Batch, BatchMapper, FloatMapper, cast_floats, map_floats, moved_to};
 pub use device::{device_buffer, device_source, device_tensor, exchanges_on_devices};
 pub use element::{can_reduce, cast, float_type, is_half, moved_type, reduced_type, saved_type};
-pub use host::{host_bool, host_float, host_int, is_host, is_host_backend, on_host};
+pub use handle::{device_handle, host_handle, of_handle};
+pub use host::{is_host, is_host_backend, on_host};
 pub use launch::launch;
 pub use lend::{data_source, first_bytes, read, source};
 pub use low_bit::{LowBits, Rounding, StateFormat};

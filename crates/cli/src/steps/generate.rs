@@ -12,10 +12,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use burn::backend::{DispatchKindConversion, DispatchTensor, Flex};
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp::internals::checkpoint::{Step, restore_matching};
 use burn_fsdp::internals::collectives::Fingerprint;
+use burn_fsdp::internals::compile::BackendIr;
 use burn_fsdp::internals::sharding::fully_shard_from;
 use burn_fsdp::internals::state::unsharded;
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, launch};
@@ -212,7 +214,7 @@ impl Job {
         let residence = if args.place.device.is_host() {
             memory::residence(args.place.weights, of_model, ranks, &lengths, batch)?
         } else {
-            memory::residence_on_gpu(args.place.weights)?
+            memory::residence_on_gpu(args.place.weights, of_model)?
         };
         if let Some(folder) = &args.init
             && ranks.have_first()
@@ -267,8 +269,7 @@ impl Job {
         let batch = self.args.prompts.batch;
         let residence = self.residence_of_all(world)?;
         if residence == Residence::Placed {
-            let mut decoder = self.placed(sizes, &sample, world)?;
-            return sample.continue_all(&mut decoder, &self.prompts, batch, world, || false);
+            return self.generate_placed(sizes, &sample, world);
         }
         let model = if residence == Residence::Whole {
             // The first rank of a process reads the weights. The others wait for it here, where there is no deadline.
@@ -306,26 +307,54 @@ impl Job {
         })
     }
 
-    /// Returns the decoder whose weights are divided among the ranks and do not move. Collective.
-    fn placed<'a, A: Architecture>(
+    /// Generates with weights that are divided among the ranks and do not move. Collective.
+    fn generate_placed<A: Architecture>(
         &self,
         sizes: A,
-        sample: &'a Sample<'a>,
+        sample: &Sample<'_>,
         world: &ProcessGroup,
-    ) -> Result<PlacedDecoder<'a>, RankError> {
+    ) -> Result<Generated, RankError> {
+        #[cfg(any(
+            feature = "wgpu",
+            feature = "vulkan",
+            feature = "metal",
+            feature = "webgpu",
+            feature = "cuda",
+            feature = "rocm"
+        ))]
+        if let burn::backend::DispatchDevice::Cube(on) = sample.device.as_dispatch() {
+            let on = on.clone();
+            return self.generate_placed_on::<A, burn::backend::Cube>(sizes, sample, world, on);
+        }
+        self.generate_placed_on::<A, Flex>(sizes, sample, world, Default::default())
+    }
+
+    fn generate_placed_on<A: Architecture, Be: BackendIr>(
+        &self,
+        sizes: A,
+        sample: &Sample<'_>,
+        world: &ProcessGroup,
+        on: Be::Device,
+    ) -> Result<Generated, RankError>
+    where
+        DispatchTensor: DispatchKindConversion<Be>,
+    {
         let weights = match &self.args.init {
             Some(folder) => Some(WeightsFile::open(folder, sizes)?),
             None => None,
         };
-        let batch = self.args.prompts.batch.min(self.prompts.len());
-        PlacedDecoder::new(sizes, &self.model, sample, batch, world, |part| {
+        let batch = self.args.prompts.batch;
+        let rows = batch.min(self.prompts.len());
+        let of = (sizes, &self.model);
+        let mut decoder = PlacedDecoder::<Be>::new(of, sample, rows, world, on, |part| {
             let (path, region) = (&*part.whole.path, &part.region);
             match (&weights, &self.step) {
                 (Some(weights), _) => weights::read_region(weights, path, region),
                 (None, Some(step)) => step_region(step, path, &part.whole.shape, region),
                 (None, None) => Err(Box::new(InputError::NoModel).into()),
             }
-        })
+        })?;
+        sample.continue_all(&mut decoder, &self.prompts, batch, world, || false)
     }
 
     /// Returns the model without shards.

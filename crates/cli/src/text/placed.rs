@@ -4,10 +4,11 @@
 //! of the new tokens, which are much smaller than weights. If the number of key heads allows it, each rank also holds
 //! only the keys and values of its heads.
 
+use burn::backend::{DispatchKindConversion, DispatchTensor};
 use burn::optim::SgdConfig;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fsdp::compile::{CompiledStep, Evaluation, Expand, Mode};
-use burn_fsdp::internals::compile::{ShardSpec, compile_from};
+use burn_fsdp::internals::compile::{BackendIr, ShardSpec, compile_on};
 use burn_fsdp::{Mesh, Placement, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::{
     Architecture, DecodeInputs, DecodeRows, Decoded, LanguageModel, ModelConfig, ParameterSpec,
@@ -35,9 +36,9 @@ type Inputs = (
 type Outputs = (Tensor<2>, Vec<[Tensor<4>; 2]>);
 
 /// The weights of a rank, and the sequences that all ranks continue together.
-pub(crate) struct PlacedDecoder<'a> {
+pub(crate) struct PlacedDecoder<'a, Be: BackendIr> {
     /// It never trains: it holds the weights.
-    step: CompiledStep<()>,
+    step: CompiledStep<(), Be>,
     forward: Evaluation<Inputs, Outputs>,
     rows: DecodeRows,
     /// The prompt in each row.
@@ -89,14 +90,15 @@ pub(crate) fn bytes_moved_by_placements<A: Architecture>(
     size_of::<f32>() as u128 * batch as u128 * (moved + logits)
 }
 
-impl<'a> PlacedDecoder<'a> {
-    /// Divides the weights that `read` returns among the ranks, for up to `batch` sequences at once. Collective.
+impl<'a, Be: BackendIr> PlacedDecoder<'a, Be> {
+    /// Divides the weights that `read` returns among the ranks, for up to `batch` sequences at once. They are on the
+    /// sample's device, which is `on` for the backend. Collective.
     pub(crate) fn new<A: Architecture>(
-        sizes: A,
-        model: &ModelConfig,
+        (sizes, model): (A, &ModelConfig),
         sample: &'a Sample<'a>,
         batch: usize,
         world: &ProcessGroup,
+        on: Be::Device,
         mut read: impl FnMut(&ShardSpec<'_>) -> Result<Vec<f32>, RankError>,
     ) -> Result<Self, RankError> {
         let ranks = world.size();
@@ -125,18 +127,27 @@ impl<'a> PlacedDecoder<'a> {
         let mode = Mode::expand(mesh, expand).cache(NUM_GRAPHS);
         // Nothing is trained, so the loss is never computed.
         let loss = |_: &A::Model, (): ()| Tensor::<1>::zeros([1], &Device::flex());
-        let step = compile_from(init, values, loss, SgdConfig::new().build(), mode)?;
+        let optimizer = SgdConfig::new().build();
+        let device = &sample.device;
+        let step = compile_on::<Be, _, _, _, _, (), RankError>(
+            (init, values),
+            loss,
+            optimizer,
+            mode,
+            (),
+            (device, on),
+        )?;
         let form = RowsForm {
             rows: batch,
             blocks: model.num_layers(),
             heads,
             head_dim: model.head_dim(),
             window: model.window(),
-            device: Device::flex(),
+            device: device.clone(),
         };
         Ok(Self {
             step,
-            forward: Evaluation::new(init, run::<A::Model>),
+            forward: Evaluation::on(device, init, run::<A::Model>),
             rows: DecodeRows::new(form),
             prompts: vec![None; batch],
             sample,
@@ -182,7 +193,10 @@ fn run<M: LanguageModel>(model: &M, inputs: Inputs) -> Outputs {
     (decoded.logits, decoded.new)
 }
 
-impl Decoder for PlacedDecoder<'_> {
+impl<Be: BackendIr> Decoder for PlacedDecoder<'_, Be>
+where
+    DispatchTensor: DispatchKindConversion<Be>,
+{
     fn is_joint(&self) -> bool {
         true
     }
@@ -206,7 +220,7 @@ impl Decoder for PlacedDecoder<'_> {
                 (inputs.hidden, inputs.hidden_in_window),
                 inputs.kept,
             );
-            let (logits, new) = step.evaluate(forward, &inputs)?;
+            let (logits, new) = step.evaluate_on_device(forward, &inputs)?;
             Ok::<_, RankError>(Decoded { logits, new })
         })?;
         let own = places.iter().map(|row| std::mem::take(&mut logits[*row]));

@@ -29,17 +29,12 @@ fn missing_devices_are_named_in_the_error() {
 }
 
 #[test]
-fn generation_names_missing_devices_and_places_weights_on_the_cpu_only() {
+fn generation_names_missing_devices() {
     let folder = folders();
     let generate = "generate --init llama --tokenizer bytes --prompt a --tokens 2";
     for (flags, words) in [
         ("--device gpu", &["is not a device", "wgpu"][..]),
         ("--device flex:1", &["no flex device 1"]),
-        #[cfg(feature = "wgpu")]
-        (
-            "--device wgpu --weights placed",
-            &["--weights placed", "CPU", "--weights whole"],
-        ),
     ] {
         let run = folder.run(&format!("{generate} {flags}"));
         assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
@@ -97,7 +92,13 @@ mod wgpu {
             let generate = format!("{generate} --tokens 8 --temperature 0");
             let host = folder.run(&generate);
             assert_eq!(host.code, 0, "{}", host.stderr);
-            for (ranks, weights) in [(1, "auto"), (2, "whole"), (2, "sharded")] {
+            for (ranks, weights) in [
+                (1, "auto"),
+                (2, "whole"),
+                (2, "sharded"),
+                (1, "placed"),
+                (2, "placed"),
+            ] {
                 let flags = format!("--device wgpu:0 --ranks {ranks} --weights {weights}");
                 let device = folder.run(&format!("{generate} {flags}"));
                 assert_eq!(device.code, 0, "{model} {flags}: {}", device.stderr);

@@ -4,8 +4,10 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
+use burn::backend::{DispatchKindConversion, DispatchTensor};
 use burn::module::Module;
 use burn::tensor::Device;
+use burn_fsdp_tensors::{device_handle, host_handle, is_host_backend, of_handle};
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
@@ -15,8 +17,10 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::lower::lower_forward;
 use crate::mode::Mode;
+use crate::run::{Executor, Results};
 use crate::trace::{
-    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, fill, fixed_of, specs_of, trace_forward,
+    Batch, Defaults, InputSpec, InputValue, OutputValue, ParameterSpec, StepScalars, fill,
+    fixed_of, specs_of, trace_forward, values_of,
 };
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
@@ -237,18 +241,64 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         evaluation: &mut Evaluation<E, P>,
         batch: &E,
     ) -> Result<P, Error> {
+        let values = values_of(batch, host_handle);
+        let (results, template) =
+            self.evaluate_for(evaluation, (batch, values), |executor, graph| {
+                executor.run(graph, &StepScalars::default(), None)
+            })?;
+        let read = |name: &str| results.outputs.get(name).cloned();
+        fill(&template, |name| read(name).map(OutputValue::Read))
+    }
+
+    /// Runs an evaluation as [`evaluate`](Self::evaluate) does, in the memory of the step's device: the result is
+    /// there, and tensors of the batch that are there are not copied.
+    ///
+    /// # Errors
+    ///
+    /// As [`evaluate`](Self::evaluate).
+    pub fn evaluate_on_device<E: Batch, P: Batch + Send>(
+        &mut self,
+        evaluation: &mut Evaluation<E, P>,
+        batch: &E,
+    ) -> Result<P, Error>
+    where
+        DispatchTensor: DispatchKindConversion<Be>,
+    {
+        // The host is the device. Its tensors are read without copies, except views.
+        if is_host_backend::<Be>() {
+            return self.evaluate(evaluation, batch);
+        }
+        let device = self.executor.device();
+        let values = values_of(batch, |tensor| device_handle(tensor, &device));
+        let (results, template) =
+            self.evaluate_for(evaluation, (batch, values), |executor, graph| {
+                executor.run_on_device(graph, &StepScalars::default())
+            })?;
+        let lent = |name: &str| results.outputs.get(name).cloned();
+        fill(&template, |name| {
+            lent(name).map(of_handle).map(OutputValue::Lent)
+        })
+    }
+
+    /// Runs an evaluation of a batch with these values by `run`, and returns its results and their template.
+    fn evaluate_for<E: Batch, P: Batch + Send, T>(
+        &mut self,
+        evaluation: &mut Evaluation<E, P>,
+        (batch, values): (&E, Vec<InputValue<Be>>),
+        run: impl FnOnce(&mut Executor<Be>, &Graph) -> Result<Results<T>, Error>,
+    ) -> Result<(Results<T>, P), Error> {
         let prepared = self.prepare_evaluation(evaluation, batch);
         let fingerprint = |(graph, ..): &(Arc<Graph>, P)| graph.fingerprint();
         let (graph, template) = self.agreed(prepared, fingerprint, &0.0.into(), (batch, 1))?;
         let lent = self.lend_initial(&graph);
         lent.inspect_err(|error| self.poison(error))?;
         self.load(&graph);
-        self.feed(&graph, batch);
-        let ran = self.executor.run(&graph, &StepScalars::default(), None);
+        self.feed_values(&graph, values);
+        let ran = run(&mut self.executor, &graph);
         let taken = self.take_initial(&graph);
         let results = ran.inspect_err(|error| self.poison(error))?;
         taken?;
-        fill(&template, &results.outputs)
+        Ok((results, template))
     }
 
     fn prepare_evaluation<E: Batch, P: Batch + Send>(

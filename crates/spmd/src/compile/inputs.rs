@@ -2,6 +2,7 @@
 
 use burn_fsdp_collectives::Fingerprint;
 use burn_fsdp_mesh::LossScalerState;
+use burn_fsdp_tensors::host_handle;
 use burn_ir::BackendIr;
 
 use super::step::CompiledStep;
@@ -11,8 +12,13 @@ use crate::trace::{Batch, InputValue, values_of};
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Passes the tensors of a batch or micro-batch to the executor, and the loss scale if there is one.
     pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
+        self.feed_values(graph, values_of(batch, host_handle));
+    }
+
+    /// Passes the values of the tensors of a batch to the executor, and the loss scale if there is one.
+    pub(super) fn feed_values(&mut self, graph: &Graph, values: Vec<InputValue<Be>>) {
         let mut inputs = graph.inputs().iter();
-        for (value, id) in values_of(batch).into_iter().zip(&mut inputs) {
+        for (value, id) in values.into_iter().zip(&mut inputs) {
             match value {
                 InputValue::Read(data) => self.executor.set(*id, data),
                 InputValue::Lent {

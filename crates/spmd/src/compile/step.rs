@@ -26,7 +26,7 @@ use crate::lower::{Lower, Summary};
 use crate::mode::{Mode, Purpose};
 use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Results, Timeline};
-use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, fill};
+use crate::trace::{Batch, HostScalars, OutputValue, ParameterSpec, StepScalars, fill};
 
 /// One rank's compiled train step, with its parameters and optimizer states.
 pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
@@ -318,7 +318,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let outputs = self.done.outputs.iter().map(|(template, values)| {
             let template = templates.get(*template);
             let template = template.ok_or_else(|| Error::Internal("a trace was lost".to_owned()));
-            fill(template?, values)
+            fill(template?, |name| {
+                values.get(name).cloned().map(OutputValue::Read)
+            })
         });
         outputs.collect()
     }

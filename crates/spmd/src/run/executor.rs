@@ -10,7 +10,8 @@ use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_tensors::Staged;
 use burn_ir::{
-    BackendIr, BaseOperationIr, CustomOpIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, HandleKind, OperationIr, ScalarIr, TensorId, TensorIr,
+    TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
@@ -32,11 +33,11 @@ use crate::trace::StepScalars;
 
 /// The results of a run of a graph.
 #[derive(Debug, Clone)]
-pub struct Results {
+pub struct Results<T = TensorData> {
     /// The loss, one number; `None` if the graph has none.
     pub loss: Option<TensorData>,
     /// The other outputs, by name.
-    pub outputs: BTreeMap<Arc<str>, TensorData>,
+    pub outputs: BTreeMap<Arc<str>, T>,
 }
 
 /// The executor of one rank: holds its tensors and runs graphs over them.
@@ -106,6 +107,11 @@ impl<B: BackendIr> Executor<B> {
         self.moment = Moment { step, micro };
     }
 
+    /// Returns the device on which graphs run.
+    pub fn device(&self) -> B::Device {
+        self.interpreter.device()
+    }
+
     /// Returns the group of ranks that run graphs together.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
@@ -148,23 +154,43 @@ impl<B: BackendIr> Executor<B> {
         &mut self,
         graph: &Graph,
         scalars: &StepScalars,
-        mut timeline: Option<&mut Timeline>,
+        timeline: Option<&mut Timeline>,
     ) -> Result<Results, Error> {
+        self.run_for(graph, scalars, timeline, |executor, output| {
+            executor.read_tensor(output)
+        })
+    }
+
+    /// Runs a graph once, as [`run`](Self::run) does, and returns its outputs in the memory of the executor's device.
+    pub(crate) fn run_on_device(
+        &mut self,
+        graph: &Graph,
+        scalars: &StepScalars,
+    ) -> Result<Results<HandleKind<B>>, Error> {
+        self.run_for(graph, scalars, None, |executor, output| {
+            Ok(executor.interpreter.get_tensor(output))
+        })
+    }
+
+    /// Runs a graph once, and `take`s each of its outputs.
+    fn run_for<T>(
+        &mut self,
+        graph: &Graph,
+        scalars: &StepScalars,
+        mut timeline: Option<&mut Timeline>,
+        mut take: impl FnMut(&mut Self, &TensorIr) -> Result<T, Error>,
+    ) -> Result<Results<T>, Error> {
         self.execute(graph, scalars, &mut timeline)?;
-        let loss = graph.loss().map(|id| self.result(graph, id)).transpose()?;
+        let loss = graph.loss().map(|id| graph.read(id)).transpose()?;
+        let loss = loss.map(|loss| self.read_tensor(&loss)).transpose()?;
         let mut outputs = BTreeMap::new();
         for (name, id) in graph.outputs() {
-            outputs.insert(name.clone(), self.result(graph, *id)?);
+            outputs.insert(name.clone(), take(self, &graph.read(*id)?)?);
         }
         self.look_at_left(graph)?;
         self.finish(graph);
         self.seal_left(graph);
         Ok(Results { loss, outputs })
-    }
-
-    fn result(&mut self, graph: &Graph, id: TensorId) -> Result<TensorData, Error> {
-        let TensorIr { shape, dtype, .. } = graph.read(id)?;
-        self.read(id, (shape.to_vec(), dtype), TensorStatus::ReadOnly)
     }
 
     fn execute(

@@ -64,13 +64,17 @@ impl<B: BackendIr> Executor<B> {
         (shape, dtype): (Vec<usize>, DType),
         status: TensorStatus,
     ) -> Result<TensorData, Error> {
-        let tensor = TensorIr {
+        self.read_tensor(&TensorIr {
             id,
             shape: Shape::from(shape),
             status,
             dtype,
-        };
-        tensors::read(self.interpreter.get_tensor(&tensor)).map_err(Error::Internal)
+        })
+    }
+
+    /// Reads a value back to the host, and frees it if its status is to be read and written.
+    pub(super) fn read_tensor(&mut self, tensor: &TensorIr) -> Result<TensorData, Error> {
+        tensors::read(self.interpreter.get_tensor(tensor)).map_err(Error::Internal)
     }
 
     /// Frees a given value.

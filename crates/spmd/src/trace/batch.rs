@@ -2,9 +2,11 @@
 
 use std::hash::Hash;
 
+use burn::backend::DispatchTensor;
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::Fingerprint;
-use burn_fsdp_tensors::{Batch, BatchMapper, host_bool, host_float, host_int};
+use burn_fsdp_tensors::{Batch, BatchMapper};
 use burn_ir::{BackendIr, HandleKind};
 
 use super::capture::{Captured, bool_id, float_id, int_id};
@@ -52,7 +54,7 @@ pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
 
 /// The value of a batch's tensor for a step on the backend `B`.
 pub(crate) enum InputValue<B: BackendIr> {
-    /// A tensor in the host's memory, for a step on the CPU backend. Nothing is copied.
+    /// A tensor in the step's memory. Nothing is copied.
     Lent {
         tensor: HandleKind<B>,
         shape: Vec<usize>,
@@ -62,49 +64,50 @@ pub(crate) enum InputValue<B: BackendIr> {
     Read(TensorData),
 }
 
-/// Returns the values of a batch's tensors, in the order of [`specs_of`].
-pub(crate) fn values_of<T: Batch, B: BackendIr>(batch: &T) -> Vec<InputValue<B>> {
-    struct Values<B: BackendIr>(Vec<InputValue<B>>);
-    impl<B: BackendIr> Values<B> {
-        fn add(
-            &mut self,
-            lent: Option<HandleKind<B>>,
-            (shape, dtype): (Vec<usize>, DType),
-            read: impl FnOnce() -> TensorData,
-        ) {
-            self.0.push(match lent {
-                Some(tensor) => InputValue::Lent {
-                    tensor,
-                    shape,
-                    dtype,
+/// Returns the values of a batch's tensors, in the order of [`specs_of`]. `lend` returns the handle of a tensor, or
+/// `None` to read its elements.
+pub(crate) fn values_of<T: Batch, B: BackendIr>(
+    batch: &T,
+    lend: impl Fn(DispatchTensor) -> Option<HandleKind<B>>,
+) -> Vec<InputValue<B>> {
+    struct Values<B: BackendIr, L> {
+        found: Vec<InputValue<B>>,
+        lend: L,
+    }
+    impl<B: BackendIr, L: Fn(DispatchTensor) -> Option<HandleKind<B>>> Values<B, L> {
+        fn add<const D: usize, K: Basic>(&mut self, tensor: &Tensor<D, K>) {
+            let lent = (self.lend)(tensor.clone().into_dispatch());
+            self.found.push(match lent {
+                Some(handle) => InputValue::Lent {
+                    tensor: handle,
+                    shape: tensor.dims().to_vec(),
+                    dtype: tensor.dtype(),
                 },
-                None => InputValue::Read(read()),
+                None => InputValue::Read(tensor.to_data()),
             });
         }
     }
-    impl<B: BackendIr> BatchMapper for Values<B> {
+    impl<B: BackendIr, L: Fn(DispatchTensor) -> Option<HandleKind<B>>> BatchMapper for Values<B, L> {
         fn float<const D: usize>(&mut self, _: &str, tensor: Tensor<D>) -> Tensor<D> {
-            let spec = (tensor.dims().to_vec(), tensor.dtype());
-            self.add(host_float(&tensor), spec, || tensor.to_data());
+            self.add(&tensor);
             tensor
         }
         fn int<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
-            let spec = (tensor.dims().to_vec(), tensor.dtype());
-            self.add(host_int(&tensor), spec, || tensor.to_data());
+            self.add(&tensor);
             tensor
         }
         fn bool<const D: usize>(&mut self, _: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-            let spec = (tensor.dims().to_vec(), tensor.dtype());
-            self.add(host_bool(&tensor), spec, || tensor.to_data());
+            self.add(&tensor);
             tensor
         }
         fn fixed(&mut self, _: &str, _: &impl Hash) {}
         fn enter(&mut self, _: &str) {}
         fn exit(&mut self) {}
     }
-    let mut values = Values(Vec::new());
+    let found = Vec::new();
+    let mut values = Values { found, lend };
     let _ = batch.clone().map(&mut values);
-    values.0
+    values.found
 }
 
 /// The names of the batch parts that enclose a mapper's position.

@@ -40,7 +40,7 @@ pub(crate) use capture::Defaults;
 pub(crate) use forward::trace_forward;
 pub(crate) use optimizer::{HostScalars, Slot, Trained, base_rate};
 pub(crate) use options::TraceOptions;
-pub(crate) use outputs::fill;
+pub(crate) use outputs::{OutputValue, fill};
 pub(crate) use parameters::parameters_with;
 
 use crate::Precision;

@@ -1,9 +1,10 @@
 //! The results of a loss closure: the loss, and other outputs.
 
-use std::collections::BTreeMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
+use burn::backend::DispatchTensor;
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fsdp_tensors::{Batch, BatchMapper};
 
@@ -76,10 +77,19 @@ pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
     (template, mapper.taken)
 }
 
-/// Returns the outputs with the values of a step instead of the placeholders in `template`.
+/// The value of an output.
+#[derive(Clone)]
+pub(crate) enum OutputValue {
+    /// Elements that were read back. The tensor will be on Burn's CPU device.
+    Read(TensorData),
+    /// A tensor in the step's memory. Nothing is copied.
+    Lent(DispatchTensor),
+}
+
+/// Returns the outputs with the values of a step, by name, instead of the placeholders in `template`.
 pub(crate) fn fill<O: Batch>(
     template: &O,
-    values: &BTreeMap<Arc<str>, TensorData>,
+    values: impl Fn(&str) -> Option<OutputValue>,
 ) -> Result<O, Error> {
     let mut mapper = Fill {
         path: Path::default(),
@@ -134,44 +144,45 @@ impl BatchMapper for Take {
     }
 }
 
-struct Fill<'a> {
+struct Fill<V> {
     path: Path,
-    values: &'a BTreeMap<Arc<str>, TensorData>,
+    values: V,
     device: Device,
     missing: Option<String>,
 }
 
-impl Fill<'_> {
-    fn get(&mut self, name: &str) -> Option<TensorData> {
+impl<V: Fn(&str) -> Option<OutputValue>> Fill<V> {
+    fn filled<const D: usize, K: Basic>(
+        &mut self,
+        name: &str,
+        tensor: Tensor<D, K>,
+    ) -> Tensor<D, K> {
         let name = format!("{PREFIX}{}", self.path.of(name));
-        let found = self.values.get(name.as_str()).cloned();
-        if found.is_none() {
-            self.missing.get_or_insert(name);
+        match (self.values)(&name) {
+            Some(OutputValue::Lent(tensor)) => Tensor::from_dispatch(tensor),
+            Some(OutputValue::Read(data)) => {
+                let dtype = data.dtype();
+                Tensor::from_data(data, (&self.device, dtype))
+            }
+            None => {
+                self.missing.get_or_insert(name);
+                tensor
+            }
         }
-        found
     }
 }
 
-impl BatchMapper for Fill<'_> {
+impl<V: Fn(&str) -> Option<OutputValue>> BatchMapper for Fill<V> {
     fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
-        let data = self.get(name);
-        data.map_or(tensor, |data| {
-            let dtype = data.dtype();
-            Tensor::from_data(data, (&self.device, dtype))
-        })
+        self.filled(name, tensor)
     }
 
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
-        let data = self.get(name);
-        data.map_or(tensor, |data| {
-            let dtype = data.dtype();
-            Tensor::from_data(data, (&self.device, dtype))
-        })
+        self.filled(name, tensor)
     }
 
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-        let data = self.get(name);
-        data.map_or(tensor, |data| Tensor::from_data(data, &self.device))
+        self.filled(name, tensor)
     }
 
     fn fixed(&mut self, _: &str, _: &impl Hash) {}

@@ -54,13 +54,15 @@ fn moves_less_if_placed(model: &ModelConfig, batch: usize, ranks: usize) -> bool
 }
 
 /// Returns where the weights are on a GPU, whose memory is not known.
-pub(super) fn residence_on_gpu(wanted: ResidenceArg) -> Result<Residence, InputError> {
-    match wanted {
-        ResidenceArg::Auto | ResidenceArg::Whole => Ok(Residence::Whole),
-        ResidenceArg::Sharded => Ok(Residence::Sharded),
-        ResidenceArg::Placed => Err(InputError::NotPlaced {
-            reason: "its graph runs on the CPU, and --device is another device",
-        }),
+pub(super) fn residence_on_gpu(
+    wanted: ResidenceArg,
+    (model, adapters): (&ModelConfig, Option<&AdapterSizes>),
+) -> Result<Residence, InputError> {
+    match (wanted, why_not_placed(model, adapters)) {
+        (ResidenceArg::Auto | ResidenceArg::Whole, _) => Ok(Residence::Whole),
+        (ResidenceArg::Sharded, _) => Ok(Residence::Sharded),
+        (ResidenceArg::Placed, None) => Ok(Residence::Placed),
+        (ResidenceArg::Placed, Some(reason)) => Err(InputError::NotPlaced { reason }),
     }
 }
 

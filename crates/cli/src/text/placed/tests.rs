@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::sync::Arc;
 
+use burn::backend::Flex;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::store::ModuleSnapshot;
 use burn::tensor::{Device, Tensor};
@@ -87,13 +88,23 @@ fn sequences(step: usize, vocab: usize, seq: usize) -> Vec<(usize, Vec<i64>)> {
 }
 
 /// Returns the bytes that a rank gives to the collectives of the last step.
-fn bytes_of_collectives(decoder: &PlacedDecoder<'_>) -> u128 {
+fn bytes_of_collectives(decoder: &PlacedDecoder<'_, Flex>) -> u128 {
     let graph = decoder.forward.graph().expect("a graph");
     let given = graph.collectives().flat_map(|(index, _)| {
         let inputs = graph.nodes()[index].operation.inputs();
         inputs.map(|input| input.shape.num_elements() * input.dtype.size())
     });
     given.sum::<usize>() as u128
+}
+
+fn placed<'a, A: Architecture>(
+    of: (A, &ModelConfig),
+    sample: &'a Sample<'a>,
+    batch: usize,
+    world: &ProcessGroup,
+    read: impl FnMut(&ShardSpec<'_>) -> Result<Vec<f32>, RankError>,
+) -> Result<PlacedDecoder<'a, Flex>, RankError> {
+    PlacedDecoder::new(of, sample, batch, world, Default::default(), read)
 }
 
 fn assert_equal_logits<A: Architecture>(name: &str, sizes: A, model: ModelConfig, ranks: usize) {
@@ -105,7 +116,7 @@ fn assert_equal_logits<A: Architecture>(name: &str, sizes: A, model: ModelConfig
     let all = launch(LaunchConfig::new(ranks), move |world| {
         let codec = TextCodec::Bytes;
         let sample = sample(&codec, model.seq());
-        let mut decoder = PlacedDecoder::new(sizes, &model, &sample, 3, &world, |part| {
+        let mut decoder = placed((sizes, &model), &sample, 3, &world, |part| {
             Ok(part_of(&values, part))
         })?;
         let mut all = Vec::new();
@@ -193,7 +204,7 @@ fn placed_weights_do_not_move() {
             let codec = TextCodec::Bytes;
             let sample = sample(&codec, model.seq());
             let read = |part: &ShardSpec<'_>| Ok(vec![0.1; part.shape.iter().product()]);
-            let mut decoder = PlacedDecoder::new(sizes, &model, &sample, batch, &world, read)?;
+            let mut decoder = placed((sizes, &model), &sample, batch, &world, read)?;
             let tokens = [1, 2, 3, 4];
             for len in 3..5 {
                 let given = [0, 1].map(|prompt| Sequence {
