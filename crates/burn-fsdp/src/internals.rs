@@ -78,8 +78,8 @@ pub mod compile {
     pub use burn_fsdp_spmd::{
         BackendIr, CustomOpIr, CustomOperation, CustomOperations, DataParallel, DoraAdapter,
         DumpError, Error, GRAD_NORM, GraphDump, HalfProducts, HandleKind, IdleState, IdleTensor,
-        LazyDora, LazyLora, Loss, Lower, Lowered, Lowering, MoveError, OptimizerState, Override,
-        OverrideError, PassHook, ProofError, ScaleError, ShardSpec, StepGraphs, Summary,
+        LazyDora, LazyLora, Loss, Lower, Lowered, Lowering, MoveError, OptimizerState, OptionError,
+        Override, OverrideError, PassHook, ProofError, ScaleError, ShardSpec, StepGraphs, Summary,
         cast_floats, graph, kernels, lower, passes, place, run, trace,
     };
 }

@@ -213,6 +213,19 @@ pub(crate) struct TrainingArgs {
     /// With --compile, conflicts with --unit-size.
     #[arg(long, help_heading = MEMORY)]
     pub(crate) activation_checkpointing: bool,
+    /// With --compile: compute the loss in N parts, so that the logits are never whole
+    ///
+    /// Saves memory if the vocabulary is large. Each rank divides the rows of its batch, which are its tokens; with
+    /// --certify, N must be 2, 4 or 8.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "compile",
+        help_heading = MEMORY,
+        hide_short_help = true
+    )]
+    pub(crate) loss_chunks: usize,
     /// With --compile: limit the planned peak memory per rank, e.g. 400MiB
     ///
     /// Recomputes as few blocks as necessary. The planned peak is the exact peak of the tensors, times a measured

@@ -3,6 +3,7 @@
 mod constructors;
 mod dump;
 mod moves;
+mod option;
 mod overrides;
 mod proof;
 mod scale;
@@ -15,6 +16,7 @@ use burn::tensor::DType;
 use crate::pass_id::PassId;
 pub use dump::DumpError;
 pub use moves::MoveError;
+pub use option::OptionError;
 pub use overrides::OverrideError;
 pub use proof::ProofError;
 pub use scale::ScaleError;
@@ -297,15 +299,9 @@ pub enum Error {
         path: String,
     },
 
-    /// Gradient clipping with an invalid limit or norm.
-    #[error(
-        "gradients cannot be clipped with {clip:?}; use a nonnegative maximum norm, and an order of at least 1 or \
-         Norm::Infinity"
-    )]
-    Clip {
-        /// The requested clipping.
-        clip: burn_fsdp_mesh::Clip,
-    },
+    /// An option that does not fit the step.
+    #[error(transparent)]
+    Option(#[from] OptionError),
 
     /// An optimizer whose step or state cannot be traced.
     #[error(

@@ -95,7 +95,7 @@ pub use compile::{
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use dump::GraphDump;
-pub use error::{DumpError, Error, MoveError, OverrideError, ProofError, ScaleError};
+pub use error::{DumpError, Error, MoveError, OptionError, OverrideError, ProofError, ScaleError};
 pub use initial::ShardSpec;
 pub use kernels::kernels;
 pub use lazy_dora::{DoraAdapter, LazyDora};

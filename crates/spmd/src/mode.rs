@@ -21,7 +21,7 @@ use burn_fsdp_tensors::{StateFormat, can_reduce};
 
 use crate::Precision;
 use crate::dump::GraphDump;
-use crate::error::{Error, MoveError, ScaleError};
+use crate::error::{Error, MoveError, OptionError, ScaleError};
 use crate::graph::{Graph, Role, cut_of};
 use crate::passes::schedule;
 use crate::passes::{IterationMove, Replicate};
@@ -361,6 +361,7 @@ impl Mode {
     /// parameter, but no buffer, by path and type.
     pub(crate) fn check_precision(&self, parameters: &[(&str, DType)]) -> Result<(), Error> {
         let precision = &self.options.precision;
+        self.check_loss_chunks()?;
         if let Some(scaling) = &self.options.loss_scaling {
             if let Some(fault) = scaling.fault() {
                 return Err(ScaleError::from(fault).into());
@@ -392,6 +393,17 @@ impl Mode {
         } else {
             Ok(())
         }
+    }
+
+    /// Rejects a loss in parts where the logits have placements, and a loss in no part.
+    fn check_loss_chunks(&self) -> Result<(), OptionError> {
+        let chunks = self.options.loss_chunks;
+        let reason = match (chunks, self.division.is_placed()) {
+            (0, _) => "there is no number to divide the rows by".to_owned(),
+            (2.., true) => "placements divide the rows among the ranks".to_owned(),
+            _ => return Ok(()),
+        };
+        Err(OptionError::LossChunks { chunks, reason })
     }
 
     /// Returns the purpose of a graph for a step with the given number of micro-batches. With loss scaling, even a

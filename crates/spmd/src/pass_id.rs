@@ -15,6 +15,8 @@ pub enum PassId {
     CommonSubexpressions,
     /// The pass [`StandIns`](crate::passes::StandIns).
     StandIns,
+    /// The pass [`LossChunks`](crate::passes::LossChunks).
+    LossChunks,
     /// The pass [`UseKernels`](crate::passes::UseKernels).
     UseKernels,
     /// The pass [`RecomputeUnits`](crate::passes::RecomputeUnits).
@@ -64,6 +66,7 @@ impl fmt::Display for PassId {
             Self::DeadCode => "dead code",
             Self::CommonSubexpressions => "common subexpressions",
             Self::StandIns => "stand-ins",
+            Self::LossChunks => "loss chunks",
             Self::UseKernels => "use kernels",
             Self::RecomputeUnits => "recompute units",
             Self::Recompute => "recompute",

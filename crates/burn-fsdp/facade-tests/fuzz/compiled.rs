@@ -6,11 +6,11 @@ use burn_fsdp::compile::{
     CompiledStep, Evaluation, Expand, Mode, Options, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::internals::checkpoint::{LossScale, TrainingSnapshot};
-use burn_fsdp::internals::compile::DataParallel;
 use burn_fsdp::internals::compile::graph::Phase;
 use burn_fsdp::internals::compile::passes::{
     Bucket, IterationGraph, IterationMove, PassId, Recompute, Units,
 };
+use burn_fsdp::internals::compile::{DataParallel, Error as StepError, OptionError};
 use burn_fsdp::{Error, Placement, ProcessMesh};
 
 use super::case::{Case, Limit};
@@ -21,7 +21,10 @@ use super::run::{Run, Strike};
 pub(crate) struct CompiledRun {
     case: Case,
     leg: Leg,
+    proves: bool,
     mesh: ProcessMesh,
+    /// The folder and the step from which it continued.
+    from: (Checkpoints, usize),
     step: CompiledStep<Batch>,
     evaluation: Evaluation<Batch, Tensor<1>>,
 }
@@ -59,10 +62,25 @@ impl CompiledRun {
         Ok(Self {
             case: case.clone(),
             leg: leg.clone(),
+            proves,
             mesh: mesh.clone(),
+            from: (checkpoints.clone(), start),
             step,
             evaluation,
         })
+    }
+}
+
+impl CompiledRun {
+    /// Begins again with a loss in one part.
+    fn leave_loss_whole(&mut self) -> Result<(), Error> {
+        let mut leg = self.leg.clone();
+        if let Engine::Compiled(compiled) = &mut leg.engine {
+            compiled.loss_chunks = 1;
+        }
+        let from = (&self.from.0, self.from.1);
+        *self = Self::new(&self.case, (&leg, self.proves), &self.mesh, from)?;
+        Ok(())
     }
 }
 
@@ -75,11 +93,17 @@ impl Run for CompiledRun {
         };
         let batches: Vec<_> = (0..self.case.micro_batches).map(batch).collect();
         let rates = self.case.rates.of(number);
-        let loss = match &batches[..] {
-            [batch] => self.step.step(rates, batch)?,
-            batches => self.step.step_accumulated(rates, batches)?,
+        let run = |step: &mut CompiledStep<Batch>| match &batches[..] {
+            [batch] => step.step(rates.clone(), batch),
+            batches => step.step_accumulated(rates.clone(), batches),
         };
-        Ok(loss as f32)
+        let mut loss = run(&mut self.step);
+        if let Err(StepError::Option(OptionError::LossChunks { .. })) = loss {
+            // The rows of this loss cannot be divided. No rank has computed anything.
+            self.leave_loss_whole()?;
+            loss = run(&mut self.step);
+        }
+        Ok(loss? as f32)
     }
 
     fn evaluate(&mut self, end: usize) -> Result<f32, Error> {
@@ -157,6 +181,7 @@ impl Case {
             .reshard_after_forward(compiled.reshards)
             .prefetch(compiled.prefetches)
             .optimizer(compiled.place)
+            .loss_chunks(compiled.loss_chunks)
             .clip_grad_norm(self.clip.map(Limit::clip))
             .bucket(compiled.buckets.then(Bucket::default))
             .recompute(compiled.recomputes.then(Recompute::default));

@@ -128,6 +128,8 @@ pub(crate) struct Compiled {
     pub(crate) kernels: bool,
     pub(crate) fuse: bool,
     pub(crate) recomputes: bool,
+    /// In how many parts the loss is computed, if it can be.
+    pub(crate) loss_chunks: usize,
     /// True for regions with a unit for each layer.
     pub(crate) recomputes_layers: bool,
     /// True for regions that the loss names.
@@ -373,40 +375,44 @@ fn compiled() -> impl Strategy<Value = Engine> {
         strategies(),
         select(units.to_vec()),
         any::<[bool; 10]>(),
+        1..4_usize,
         select(places.to_vec()),
         halves(&[FloatDType::BF16, FloatDType::F16]),
         moves(),
     )
-        .prop_map(|(strategy, units, flags, place, halves, moves)| {
-            let [
-                kernels,
-                fuse,
-                recomputes,
-                recomputes_layers,
-                recomputes_regions,
-                has_states,
-                reshards,
-                buckets,
-                prefetches,
-                has_owners,
-            ] = flags;
-            let has_layers = units.as_deref() == Some(&["layers.*"]);
-            let recomputes_layers = recomputes_layers && has_layers;
-            Engine::Compiled(Compiled {
-                strategy,
-                has_owners,
-                units,
-                kernels,
-                fuse,
-                recomputes,
-                recomputes_layers,
-                recomputes_regions,
-                reshards,
-                buckets,
-                prefetches,
-                place,
-                halves: halves.with_states(has_states),
-                moves,
-            })
-        })
+        .prop_map(
+            |(strategy, units, flags, loss_chunks, place, halves, moves)| {
+                let [
+                    kernels,
+                    fuse,
+                    recomputes,
+                    recomputes_layers,
+                    recomputes_regions,
+                    has_states,
+                    reshards,
+                    buckets,
+                    prefetches,
+                    has_owners,
+                ] = flags;
+                let has_layers = units.as_deref() == Some(&["layers.*"]);
+                let recomputes_layers = recomputes_layers && has_layers;
+                Engine::Compiled(Compiled {
+                    strategy,
+                    has_owners,
+                    units,
+                    kernels,
+                    fuse,
+                    recomputes,
+                    loss_chunks,
+                    recomputes_layers,
+                    recomputes_regions,
+                    reshards,
+                    buckets,
+                    prefetches,
+                    place,
+                    halves: halves.with_states(has_states),
+                    moves,
+                })
+            },
+        )
 }

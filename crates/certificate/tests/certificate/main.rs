@@ -87,10 +87,10 @@ const LLAMA: LlamaConfig = LlamaConfig {
     },
 };
 
-/// Returns settings of the passes, by names.
-fn settings() -> Vec<(&'static str, Options)> {
+/// Returns settings of the passes for a model, by names.
+fn settings(model: &str) -> Vec<(&'static str, Options)> {
     let default = Options::default;
-    vec![
+    let mut all = vec![
         ("none", Options::none()),
         ("default", default()),
         ("composed", default().kernels(false).fuse(false)),
@@ -119,7 +119,14 @@ fn settings() -> Vec<(&'static str, Options)> {
             "bf16",
             default().precision(Precision::new(FloatDType::BF16).reduce(FloatDType::F32)),
         ),
-    ]
+    ];
+    // The other models have larger tensors than logits.
+    if ["gpt", "llama"].contains(&model) {
+        all.push(("loss in halves", default().loss_chunks(2)));
+        let options = default().kernels(false).clip_grad_norm(Clip::to(0.5));
+        all.push(("loss in thirds, composed", options.loss_chunks(3)));
+    }
+    all
 }
 
 fn proved(graph: &Graph, mode: Mode, options: &Options) -> Result<Certificate, Error> {
@@ -129,7 +136,7 @@ fn proved(graph: &Graph, mode: Mode, options: &Options) -> Result<Certificate, E
 #[test]
 fn right_plans_are_proved() {
     for (model, graph) in traced(&AdamWConfig::new().build()) {
-        for (setting, options) in settings() {
+        for (setting, options) in settings(model) {
             for strategy in [
                 Strategy::FullShard,
                 Strategy::ShardGradOp,
@@ -156,7 +163,7 @@ fn right_plans_are_proved() {
 #[test]
 fn hybrids_and_micro_batches_are_proved() {
     for (model, graph) in traced(&AdamWConfig::new().build()) {
-        for (setting, options) in settings() {
+        for (setting, options) in settings(model) {
             for axes in [
                 [("replicate", 2), ("shard", 3)],
                 [("shard", 2), ("replicate", 2)],

@@ -87,6 +87,16 @@ pub(crate) struct PlanArgs {
     /// Keep sharded parameters, gradients and optimizer state in host memory; not with --compile
     #[arg(long, help_heading = MEMORY)]
     pub(crate) offload: bool,
+    /// With --compile: compute the loss in N parts, so that the logits are never whole
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "compile",
+        help_heading = MEMORY,
+        hide_short_help = true
+    )]
+    pub(crate) loss_chunks: usize,
     /// Plan the compiled step from its traced graph
     ///
     /// A plan for more than 8 blocks is extrapolated from plans for 6 and 8 blocks.

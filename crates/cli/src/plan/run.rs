@@ -162,6 +162,7 @@ fn traced_blocks(
 fn options(args: &PlanArgs, preset: &Preset, job: &Job) -> Options {
     let options = Options::default().prefetch(args.prefetch > 0);
     let options = options.precision(compute_types(job));
+    let options = options.loss_chunks(args.loss_chunks);
     match (args.activation_checkpointing, preset) {
         (CheckpointingArg::Full, Preset::Gpt(_)) => options.recompute_units(["blocks.*"]),
         (CheckpointingArg::Full, Preset::Llama(_)) => options.recompute_units(["layers.*"]),

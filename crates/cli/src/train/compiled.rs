@@ -75,6 +75,7 @@ fn mode<A: Architecture>(
     let prefetch = sharding.prefetch.map(|units| units > 0);
     let options = Options::default().prefetch(prefetch);
     let options = options.clip_grad_norm(config.step.clip);
+    let options = options.loss_chunks(config.step.loss_chunks);
     let options = options.precision(sharding.precision.clone());
     let options = options.scale_loss(config.step.scales_loss.then(LossScaling::default));
     let options = match sharding.unit_size {

@@ -125,6 +125,8 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
+    /// Number of parts in which a compiled step computes the loss.
+    pub(crate) loss_chunks: usize,
     /// Memory budget of a compiled step, in bytes per rank.
     pub(crate) memory_budget: Option<u64>,
     /// True to prove a compiled plan before the first step.
@@ -461,6 +463,7 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
         clip: args.clip_grad_norm.map(Clip::to),
         scales_loss: args.precision == Float::F16,
         activation_checkpointing: args.activation_checkpointing,
+        loss_chunks: args.loss_chunks,
         memory_budget: args.memory_budget,
         is_certified: args.certify,
     })

@@ -220,6 +220,8 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         nan: _,
         // The same operations, run twice.
         activation_checkpointing: _,
+        // The same operations, on parts of the rows.
+        loss_chunks: _,
         memory_budget: _,
         // Proofs, and the choice of device and engine. Steps work on every device and with both engines, whose numbers
         // only differ by the order of sums.

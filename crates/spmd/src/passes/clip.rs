@@ -9,7 +9,7 @@ use burn::tensor::DType;
 use burn_fsdp_mesh::{Axis, Clip, Partition, Placement};
 use burn_ir::{BinaryOpIr, CustomOpIr, NumericOperationIr, OperationIr, TensorId};
 
-use crate::error::Error;
+use crate::error::{Error, OptionError};
 use crate::graph::{
     Collective, CollectiveKind, CollectivePart, CustomProfile, Graph, Node, Payload, Phase, Role,
     Stage, rename,
@@ -68,7 +68,7 @@ impl GraphTransform for ClipGradients {
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         if !self.clip.is_valid() {
-            return Err(Error::Clip { clip: self.clip });
+            return Err(OptionError::Clip { clip: self.clip }.into());
         }
         let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
         let nodes = graph.take_nodes();

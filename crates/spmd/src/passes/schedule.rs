@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use super::{
     AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
-    EarlyOptimizer, FusePointwise, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute,
-    RecomputeUnits, Regather, SelectKernels, SinkWaits, Split, StandIns, Units, UseKernels,
+    EarlyOptimizer, FusePointwise, InsertCollectives, Liveness, LossChunks, Pipeline, Prefetch,
+    Recompute, RecomputeUnits, Regather, SelectKernels, SinkWaits, Split, StandIns, Units,
+    UseKernels,
 };
 use crate::Precision;
 use crate::error::Error;
@@ -40,6 +41,9 @@ pub struct Options {
     pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
+    /// Number of parts of the rows for which the loss and its gradients are computed one after the other, so that the
+    /// logits are never whole: 1 by default, see [`LossChunks`].
+    pub loss_chunks: usize,
     /// Gradient clipping by norm: off by default.
     pub clip: Option<Clip>,
     /// Scaling of the loss, to keep 16-bit gradients from vanishing: off by default.
@@ -74,6 +78,7 @@ impl Default for Options {
             precision: Precision::default(),
             recompute: Some(Recompute::default()),
             recompute_units: Vec::new(),
+            loss_chunks: 1,
             reshard_after_forward: true,
             clip: None,
             loss_scaling: None,
@@ -142,6 +147,16 @@ impl Options {
         self
     }
 
+    /// Sets the number of parts of the rows for which the loss and its gradients are computed one after the other. The
+    /// logits are then never whole. For a large vocabulary they are the peak of a step's memory. See [`LossChunks`].
+    ///
+    /// Not supported with placements.
+    #[must_use]
+    pub fn loss_chunks(mut self, parts: usize) -> Self {
+        self.loss_chunks = parts;
+        self
+    }
+
     /// Sets whether gathered weights are freed after forward and gathered again in backward.
     #[must_use]
     pub fn reshard_after_forward(mut self, reshard: bool) -> Self {
@@ -199,6 +214,7 @@ impl Options {
             precision: Precision::default(),
             recompute: None,
             recompute_units: Vec::new(),
+            loss_chunks: 1,
             reshard_after_forward: false,
             clip: None,
             loss_scaling: None,
@@ -256,6 +272,7 @@ pub(crate) fn divided(
         return placed(insert, options, axes, transforms);
     }
     prepared(options)
+        .and(loss_chunks(options))
         .and(kernels(options))
         .and(units_again(options))
         .and(cheap_again(options))
@@ -289,6 +306,14 @@ fn prepared(options: &Options) -> Pipeline {
         .then(DeadCode)
         .then(CommonSubexpressions)
         .then(StandIns)
+}
+
+/// Returns the pass that computes the loss in parts, if requested.
+fn loss_chunks(options: &Options) -> Pipeline {
+    match options.loss_chunks {
+        0 | 1 => Pipeline::new(),
+        parts => Pipeline::new().then(LossChunks { parts }),
+    }
 }
 
 fn kernels(options: &Options) -> Pipeline {

@@ -50,7 +50,9 @@ pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
 #[cfg(feature = "faults")]
 pub use rules::mutants;
+pub(crate) use rules::{is_pointwise, localize, may_wait, signature_of};
 pub(crate) use search::{cut_inputs, least_communication_with};
+pub(crate) use signature::{Letter, Operand, Signature};
 pub use typing::owned_of;
 pub(crate) use typing::{check as check_types, types_of};
 

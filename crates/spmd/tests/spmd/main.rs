@@ -22,6 +22,7 @@ mod kernels;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod limits;
+mod loss_chunks;
 mod models;
 mod modules;
 mod optimizers;

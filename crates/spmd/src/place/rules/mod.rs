@@ -90,19 +90,27 @@ pub(super) fn of_kernel(call: &CustomOpIr) -> Option<Signature> {
     kernels::signature(call)
 }
 
+/// Returns the signature of an operation or a kernel; `None` for other custom operations.
+pub(crate) fn signature_of(operation: &OperationIr) -> Option<Signature> {
+    match operation {
+        OperationIr::Custom(call) => of_kernel(call),
+        operation => Some(signature(operation)),
+    }
+}
+
 /// Adapts the ranges of a slicing operation to one rank's shapes, which its tensors already have.
-pub(super) fn localize(operation: &mut OperationIr) {
+pub(crate) fn localize(operation: &mut OperationIr) {
     slicing::localize(operation);
 }
 
 /// Returns true if an operation computes its results element by element.
-pub(super) fn is_pointwise(operation: &OperationIr) -> bool {
+pub(crate) fn is_pointwise(operation: &OperationIr) -> bool {
     pointwise::signature(operation).is_some()
 }
 
 /// Returns true for random numbers, constants, pointwise operations and views. These may be deferred until a node reads
 /// their results, if their inputs are also deferred.
-pub(super) fn may_wait(operation: &OperationIr) -> bool {
+pub(crate) fn may_wait(operation: &OperationIr) -> bool {
     random::signature(operation).is_some()
         || pointwise::signature(operation).is_some()
         || views::signature(operation).is_some()
