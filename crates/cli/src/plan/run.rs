@@ -221,6 +221,7 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
         ("--batch", args.batch, MOST_TOKENS),
         ("--seq", seq, MOST_TOKENS),
         ("--prefetch", args.prefetch.max(1), MOST_RANKS),
+        ("--loss-chunks", args.loss_chunks, MOST_TOKENS),
     ] {
         if value == 0 {
             return Err(InputError::Zero { flag });

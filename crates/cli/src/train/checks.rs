@@ -55,6 +55,13 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             reason: "a step with loss scaling consists of several graphs, like a step of micro-batches",
         });
     }
+    if training.certify && ![1, 2, 4, 8].contains(&training.loss_chunks) {
+        return Err(InputError::Excludes {
+            first: "--certify",
+            second: "--loss-chunks other than 2, 4 and 8",
+            reason: "the proof is of 8 tokens, which must have equal parts",
+        });
+    }
     if training.activation_checkpointing && sharding.unit_size.is_some() {
         return Err(InputError::Excludes {
             first: "--activation-checkpointing",

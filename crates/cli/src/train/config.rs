@@ -457,6 +457,11 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
             expected: "a number above 0",
         });
     }
+    if args.loss_chunks == 0 {
+        return Err(InputError::Zero {
+            flag: "--loss-chunks",
+        });
+    }
     Ok(StepConfig {
         accumulate: args.accumulate,
         no_sync: args.no_sync,

@@ -247,6 +247,7 @@ fn a_plan_is_proved_before_the_first_step() {
         ("--ranks 2 --precision bf16", 2),
         // Steps at a rate of zero omit weight decay.
         ("--ranks 2 --lr 0", 2),
+        ("--ranks 2 --loss-chunks 4 --precision bf16", 2),
     ] {
         let run = Folder::new().train(&format!("{sizes} --compile --certify {flags}"));
         assert_eq!(run.code, 0, "{flags}: {}", run.stderr);
@@ -261,6 +262,36 @@ fn a_plan_is_proved_before_the_first_step() {
     let run = Folder::new().train(&format!("{sizes} --certify"));
     assert_eq!(run.code, 2);
     assert!(run.stderr.contains("--compile"), "{}", run.stderr);
+}
+
+#[test]
+fn losses_in_parts_need_less_memory() {
+    let folder = Folder::new();
+    let steps = "--synthetic --warmup 0 --steps 4 --eval-every 2 --eval-batches 1";
+    let sizes = "--layers 1 --dim 32 --heads 2 --batch 16 --seq 128 --vocab 8192";
+    for flags in ["--ranks 2", "--ranks 1 --accumulate 2 --clip-grad-norm 0.1"] {
+        let train = |chunks: &str| {
+            let run = format!("{steps} {sizes} {flags} {chunks}");
+            folder.report(&run)
+        };
+        let (eager, whole) = (train(""), train("--compile"));
+        let parts = train("--compile --loss-chunks 8");
+        let difference = relative_difference(&losses(&eager), &losses(&parts));
+        assert!(difference < 1e-5, "{flags}: {difference:e}");
+        let peak = |report: &Value| report["peak_rss_bytes"][0].as_u64().expect("a number");
+        // All logits and their gradient, of one micro-batch, have 64 MiB or 128 MiB.
+        assert!(peak(&parts) + (40 << 20) < peak(&whole), "{flags}");
+    }
+    for (flags, word) in [
+        ("--loss-chunks 2", "--compile"),
+        ("--compile --loss-chunks 0", "--loss-chunks"),
+        ("--compile --certify --loss-chunks 3", "2, 4 and 8"),
+        ("--compile --loss-chunks 5000", "--loss-chunks"),
+    ] {
+        let run = folder.train(&format!("--synthetic --steps 1 {flags}"));
+        assert_ne!(run.code, 0, "{flags}");
+        assert!(run.stderr.contains(word), "{flags}: {}", run.stderr);
+    }
 }
 
 #[test]

@@ -113,6 +113,21 @@ fn the_plan_of_a_gpt_is_exact() {
 }
 
 #[test]
+fn the_plan_of_a_loss_in_parts_is_exact() {
+    let batch = |step: usize, device: &Device| tokens(step, 0, 4, device);
+    for num_ranks in [1, 2, 4] {
+        for options in [Options::default(), Options::none()] {
+            let name = format!("{options:?} in parts on {num_ranks} ranks");
+            let options = options.loss_chunks(3);
+            let mode = move |world: &ProcessGroup| {
+                Mode::data_parallel(world.clone(), Strategy::FullShard).options(options.clone())
+            };
+            compare(&name, Gpt::new, Gpt::loss, batch, num_ranks, mode);
+        }
+    }
+}
+
+#[test]
 fn the_plan_of_a_cnn_with_batch_norm_is_exact() {
     assert_plan_is_exact(Cnn::new, Cnn::loss, images);
 }

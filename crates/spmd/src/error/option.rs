@@ -16,7 +16,8 @@ pub enum OptionError {
 
     /// A loss that cannot be computed in parts.
     #[error(
-        "the loss cannot be computed in {chunks} parts: {reason}; leave out Options::loss_chunks"
+        "the loss cannot be computed in {chunks} parts: {reason}; leave out Options::loss_chunks \
+         (`--loss-chunks`)"
     )]
     LossChunks {
         /// The requested number of parts.
