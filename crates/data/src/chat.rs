@@ -1,17 +1,14 @@
 //! Chat templates in Jinja, and the parts of a rendered chat that the assistant wrote.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use parking_lot::Mutex;
-use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::document::member;
-use crate::python::{repr_of_float, to_text, write_python};
+use crate::json::to_json;
+use crate::python::{method, round, to_text, write_python};
 
 const NAME: &str = "chat";
 
@@ -46,16 +43,18 @@ pub(crate) enum ChatError {
 impl ChatTemplate {
     /// Parses a template. `special` are the names of the tokens at the start and the end of a text.
     pub(crate) fn new(source: &str, special: [String; 2]) -> Result<Self, String> {
-        let (source, is_marked) = with_filters(source);
+        // As Jinja does.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let (source, is_marked) = with_filters(&source);
         let mark = Arc::new(AtomicU32::new(MARKS.start));
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(method);
         environment.set_formatter(write_python);
         environment.add_filter("string", to_text);
         environment.add_filter("tojson", to_json);
+        environment.add_filter("round", round);
         environment.add_function(
             "raise_exception",
             |message: String| -> Result<String, Error> {
@@ -105,7 +104,12 @@ impl ChatTemplate {
         add_generation_prompt: bool,
     ) -> Result<String, ChatError> {
         let template = self.environment.get_template(NAME);
-        let [bos_token, eos_token] = &self.special;
+        // A token that does not exist is undefined in transformers, too.
+        let special = self.special.each_ref().map(|name| match name.as_str() {
+            "" => Value::UNDEFINED,
+            name => Value::from(name),
+        });
+        let [bos_token, eos_token] = special;
         let none = Value::from(());
         let context = context! {
             messages, add_generation_prompt, bos_token, eos_token, tools => none, documents => none
@@ -245,63 +249,6 @@ fn split_at_marks(text: &str, [open, close]: [char; 2]) -> Result<Vec<Part>, Str
     Ok(parts)
 }
 
-/// Writes JSON as Python does: with spaces after commas and colons, and without escapes for HTML.
-fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
-    let failed =
-        |error: serde_json::Error| Error::new(ErrorKind::BadSerialization, error.to_string());
-    let indent: Option<usize> = options.get("indent")?;
-    // transformers has more options, which must not be ignored.
-    options.assert_all_used()?;
-    let mut bytes = Vec::new();
-    match indent {
-        Some(indent) => {
-            let indent = " ".repeat(indent.min(16));
-            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
-            value
-                .serialize(&mut Serializer::with_formatter(&mut bytes, formatter))
-                .map_err(failed)?;
-        }
-        None => value
-            .serialize(&mut Serializer::with_formatter(&mut bytes, Spaced))
-            .map_err(failed)?,
-    }
-    let text = String::from_utf8(bytes);
-    let text = text.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
-    Ok(Value::from_safe_string(text))
-}
-
-struct Spaced;
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first {
-            Ok(())
-        } else {
-            writer.write_all(b", ")
-        }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        self.begin_array_value(writer, first)
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
-
-    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
-        writer.write_all(repr_of_float(value).as_bytes())
-    }
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
@@ -428,6 +375,49 @@ pub(crate) mod tests {
             found,
             parts(&[(r#"{"role": "user", "content": ["<é>", 1]}"#, false)])
         );
+    }
+
+    #[test]
+    fn values_and_methods_are_pythons() {
+        let messages =
+            r#"[{"role":"user","content":"naïve é</think>done","x":1e-5,"y":[0.1,1e-7]}]"#;
+        for (template, expected) in [
+            (
+                "{{ messages[0].y|tojson(indent=1) }}",
+                "[\n 0.1,\n 1e-07\n]",
+            ),
+            (
+                "{{ {'a': messages[0].x}|tojson(indent=2) }}",
+                "{\n  \"a\": 1e-05\n}",
+            ),
+            ("{{ [{}, []]|tojson(indent=2) }}", "[\n  {},\n  []\n]"),
+            (
+                "{% set m = messages[0] %}{{ m.content[m.content.find('</think>') + 8:] }}",
+                "done",
+            ),
+            (
+                "{{ messages[0].content.rfind('é') }} {{ messages[0].content.find('q') }}",
+                "6 -1",
+            ),
+            (
+                "{{ 2.5|round }} {{ 3.5|round }} {{ 2.675|round(2) }} {{ 7|round }}",
+                "2.0 4.0 2.67 7",
+            ),
+            (
+                "{{ bos_token is defined }} {{ eos_token is defined }}",
+                "False False",
+            ),
+            ("a\r\nb\rc\n{% if true %}\r\nd{% endif %}", "a\nb\nc\nd"),
+        ] {
+            let template =
+                ChatTemplate::new(template, Default::default()).expect("it is a template");
+            let parsed: Vec<Value> = serde_json::from_str(messages).expect("it is JSON");
+            assert_eq!(template.text(&parsed, false).expect("it renders"), expected);
+        }
+        let special = ["<s>".to_owned(), String::new()];
+        let template = ChatTemplate::new("{{ bos_token }}{{ eos_token is defined }}", special);
+        let text = template.expect("it is a template").text(&[], false);
+        assert_eq!(text.expect("it renders"), "<s>False");
     }
 
     #[test]

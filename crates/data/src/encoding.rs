@@ -88,20 +88,19 @@ impl Encoder {
         if !is_chat {
             encoded.extend(self.tokenizer.bos(), false);
         }
-        let mut is_first = true;
+        let mut last = None;
         for (text, is_learned) in parts.iter().filter(|(text, _)| !text.is_empty()) {
-            let tokens = if is_first {
-                self.tokenizer.encode(text)
-            } else {
-                self.tokenizer.encode_continuation(text)
+            let tokens = match last {
+                None => self.tokenizer.encode(text),
+                Some(last) => self.tokenizer.encode_continuation(text, last),
             };
             let tokens = tokens.map_err(|problem| DataError::Tokenize {
                 path: at.path.to_owned(),
                 place: at.place(),
                 problem,
             })?;
+            last = tokens.last().copied().or(last);
             encoded.extend(tokens, *is_learned);
-            is_first = false;
         }
         if !is_chat {
             // A template has its own tokens at the start and the end.

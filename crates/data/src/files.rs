@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::hash::Hasher;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -19,6 +19,9 @@ const EXTENSIONS: [(&str, Format); 6] = [
     ("ndjson", Format::Jsonl),
     ("parquet", Format::Parquet),
 ];
+
+/// Files of up to this many bytes together are read whole for their checksums.
+const MOST_READ_BYTES: u64 = 1 << 30;
 
 /// Number and size of the samples of a file that enter its checksum.
 const SAMPLES: u64 = 16;
@@ -40,11 +43,21 @@ pub(crate) struct FilePrint {
     pub(crate) bytes: u64,
     /// Checksum of the size and of samples, in hexadecimal.
     pub(crate) checksum: String,
+    /// Checksum of all bytes, in hexadecimal; `None` if all files together are large, and for older positions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) contents: Option<String>,
 }
 
 impl FilePrint {
     pub(crate) fn described(&self) -> String {
-        format!("{} bytes with checksum {}", self.bytes, self.checksum)
+        let checksum = self.contents.as_ref().unwrap_or(&self.checksum);
+        format!("{} bytes with checksum {checksum}", self.bytes)
+    }
+
+    /// Returns true if the file is the recorded one, as far as both checksums tell.
+    pub(crate) fn is_of(&self, saved: &Self) -> bool {
+        let is_named = (&self.name, self.bytes) == (&saved.name, saved.bytes);
+        is_named && self.checksum == saved.checksum && is_same(&self.contents, &saved.contents)
     }
 }
 
@@ -67,6 +80,7 @@ impl SourceFile {
             name: names.join("/"),
             bytes,
             checksum,
+            contents: None,
         };
         Ok(Self {
             path,
@@ -125,6 +139,14 @@ pub(crate) fn find(config: &DataConfig) -> Result<Vec<SourceFile>, DataError> {
     if files.is_empty() {
         return Err(no_files("contains no files".to_owned()));
     }
+    let bytes = files.iter().map(|file| file.print.bytes);
+    if bytes.sum::<u64>() <= MOST_READ_BYTES {
+        for file in &mut files {
+            let contents = checksum_of_all(&file.path);
+            let contents = contents.map_err(|source| file_error(&file.path, source))?;
+            file.print.contents = Some(contents);
+        }
+    }
     Ok(files)
 }
 
@@ -158,6 +180,12 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, String> {
         require_literal_leading_dot: true,
         ..Default::default()
     };
+    let glob = Path::new(pattern);
+    let base = base_of(glob);
+    let is_deep = glob.components().any(|part| part.as_os_str() == "**");
+    let depth = glob.components().count() - base.components().count();
+    // The crate panics at other names.
+    check_names(&base, if is_deep { usize::MAX } else { depth })?;
     let found =
         glob::glob_with(pattern, options).map_err(|error| format!("is not a glob: {error}"))?;
     let paths = found
@@ -168,6 +196,32 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, String> {
         return Err("matches no files".to_owned());
     }
     Ok(files)
+}
+
+/// Rejects names that are not UTF-8 in the folders that a glob searches.
+fn check_names(folder: &Path, depth: usize) -> Result<(), String> {
+    if depth == 0 {
+        return Ok(());
+    }
+    let own = if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    };
+    // What cannot be read is the glob's error.
+    for entry in fs::read_dir(own).into_iter().flatten().flatten() {
+        let (name, is_folder) = (entry.file_name(), entry.file_type());
+        if name.to_str().is_none() {
+            let (name, own) = (name.display(), own.display());
+            return Err(format!(
+                "meets `{name}` in {own}, whose name is not UTF-8; rename it, or name the folder without a glob"
+            ));
+        }
+        if is_folder.is_ok_and(|kind| kind.is_dir()) {
+            check_names(&entry.path(), depth - 1)?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns the part of a glob before its first pattern.
@@ -221,6 +275,29 @@ fn checksum(path: &Path) -> std::io::Result<(u64, String)> {
         }
     }
     Ok((bytes, format!("{:016x}", hasher.finish())))
+}
+
+/// Returns a checksum of all bytes of a file.
+fn checksum_of_all(path: &Path) -> std::io::Result<String> {
+    let mut reader = BufReader::with_capacity(1 << 20, File::open(path)?);
+    let mut hasher = XxHash3_64::new();
+    loop {
+        let bytes = reader.fill_buf()?;
+        if bytes.is_empty() {
+            return Ok(format!("{:016x}", hasher.finish()));
+        }
+        hasher.write(bytes);
+        let len = bytes.len();
+        reader.consume(len);
+    }
+}
+
+/// Returns true if two checksums are equal, or one is missing.
+pub(crate) fn is_same(one: &Option<String>, other: &Option<String>) -> bool {
+    match (one, other) {
+        (Some(one), Some(other)) => one == other,
+        _ => true,
+    }
 }
 
 pub(crate) fn file_error(path: &Path, source: std::io::Error) -> DataError {

@@ -100,8 +100,54 @@ impl Lines {
         if value.kind() != ValueKind::Map {
             return Err(at.json(format!("found {}", kind(&value))));
         }
+        if matches!(fields, Fields::Chat(_))
+            && let Some(number) = changed_integer(text)
+        {
+            return Err(at.json(format!(
+                "a chat template would print the integer {number} as another number; write it as a text"
+            )));
+        }
         Ok(Some((Document::from_object(fields, &value, &at)?, place)))
     }
+}
+
+/// Returns the first integer of valid JSON that does not fit in 64 bits, or is a negative zero. Both would become floats.
+fn changed_integer(json: &str) -> Option<&str> {
+    let (mut rest, mut number) = (json, 0);
+    let is_of_number = |byte: u8| byte.is_ascii_digit() || b"+-.eE".contains(&byte);
+    while let Some(byte) = rest.as_bytes().get(number) {
+        match byte {
+            b'"' => {
+                let text = &rest[number + 1..];
+                let mut bytes = text.bytes().enumerate();
+                let mut end = text.len();
+                while let Some((index, byte)) = bytes.next() {
+                    match byte {
+                        b'\\' => drop(bytes.next()),
+                        b'"' => {
+                            end = index + 1;
+                            break;
+                        }
+                        _ => {}
+                    }
+                }
+                (rest, number) = (&text[end..], 0);
+            }
+            b'-' | b'0'..=b'9' => {
+                let start = &rest[number..];
+                let len = start.bytes().take_while(|byte| is_of_number(*byte)).count();
+                let (found, after) = start.split_at(len);
+                let is_integer = !found.contains(['.', 'e', 'E']);
+                let fits = found.parse::<i64>().is_ok() || found.parse::<u64>().is_ok();
+                if is_integer && (!fits || found == "-0") {
+                    return Some(found);
+                }
+                (rest, number) = (after, 0);
+            }
+            _ => number += 1,
+        }
+    }
+    None
 }
 
 /// Describes an error by its column. The line that `serde_json` counts is always 1.

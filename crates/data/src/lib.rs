@@ -62,6 +62,7 @@ mod document;
 mod encoding;
 mod error;
 mod files;
+mod json;
 mod jsonl;
 mod order;
 mod place;

@@ -2,8 +2,9 @@
 
 use std::fmt::Write;
 
-use minijinja::value::ValueKind;
+use minijinja::value::{Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter};
+use minijinja_contrib::pycompat;
 
 /// Writes a value as Python's `str` does.
 pub(crate) fn write_python(
@@ -27,6 +28,47 @@ pub(crate) fn to_text(value: &Value) -> Result<String, Error> {
         None if value.is_undefined() => Ok(String::new()),
         None => repr(value),
     }
+}
+
+/// Calls a method of a Python value. Places in a text are counted in characters.
+pub(crate) fn method(
+    state: &State<'_, '_>,
+    value: &Value,
+    name: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    let found = pycompat::unknown_method_callback(state, value, name, args)?;
+    match (value.as_str(), name, found.as_usize()) {
+        (Some(text), "find" | "rfind", Some(at)) => {
+            let before = text.get(..at).unwrap_or(text);
+            Ok(Value::from(before.chars().count()))
+        }
+        _ => Ok(found),
+    }
+}
+
+/// Jinja's filter `round`: of two equally near numbers, the even one, as in Python.
+pub(crate) fn round(
+    value: &Value,
+    precision: Option<usize>,
+    rest: Rest<Value>,
+) -> Result<Value, Error> {
+    if !rest.is_empty() {
+        let problem = "round has one argument here: the number of digits";
+        return Err(Error::new(ErrorKind::InvalidOperation, problem));
+    }
+    if value.is_integer() {
+        return Ok(value.clone());
+    }
+    let rounded = format!(
+        "{:.*}",
+        precision.unwrap_or(0),
+        f64::try_from(value.clone())?
+    );
+    let rounded: f64 = rounded
+        .parse()
+        .map_err(|_| Error::new(ErrorKind::InvalidOperation, "it is not a finite number"))?;
+    Ok(Value::from(rounded))
 }
 
 /// Returns a float as Python's `repr` does. Rust chooses the same digits, and an exponent for the same numbers.

@@ -163,8 +163,11 @@ fn value_of(field: Field, name: &str, at: &At<'_>) -> Result<Value, DataError> {
         Field::UShort(value) => value.into(),
         Field::UInt(value) => value.into(),
         Field::ULong(value) => value.into(),
-        Field::Float(value) => value.into(),
-        Field::Double(value) => value.into(),
+        Field::Float(value) if value.is_finite() => value.into(),
+        Field::Double(value) if value.is_finite() => value.into(),
+        Field::Float(_) | Field::Double(_) => {
+            return Err(at.wrong_type(name, "finite numbers", "infinity or NaN"));
+        }
         Field::Str(value) => value.into(),
         Field::Bytes(bytes) => str::from_utf8(bytes.data())
             .map_err(|_| at.not_utf8())?
@@ -205,6 +208,13 @@ fn caught<T>(body: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String
 }
 
 fn broken(source: &SourceFile, place: &str, problem: String) -> DataError {
+    let compression = problem.split_once("Disabled feature at compile time: ");
+    let problem = match compression {
+        Some((_, name)) => {
+            format!("its compression, {name}, is not supported; use zstd, snappy or gzip")
+        }
+        None => problem,
+    };
     DataError::Parquet {
         path: source.path.clone(),
         place: place.to_owned(),

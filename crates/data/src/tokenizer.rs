@@ -11,13 +11,14 @@ pub trait Tokenizer: Send + Sync {
     /// If the text has no tokens.
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
 
-    /// Returns the tokens of a text that continues another. A tokenizer that adds a space before a text must not add
-    /// one here.
+    /// Returns the tokens of a text that continues another, whose last token is `last`. A tokenizer that adds a space
+    /// before a text must not add one here, unless it also adds one after a special token, and `last` is one.
     ///
     /// # Errors
     ///
     /// As [`encode`](Self::encode).
-    fn encode_continuation(&self, text: &str) -> Result<Vec<u32>, String> {
+    fn encode_continuation(&self, text: &str, last: u32) -> Result<Vec<u32>, String> {
+        let _ = last;
         self.encode(text)
     }
 

@@ -123,6 +123,13 @@ impl Tokenizer {
         Ok([front, encoded.get_ids()].concat())
     }
 
+    /// Returns the text of an added token, such as `</s>`, which divides a text before it is tokenized; `None` for other
+    /// tokens.
+    pub fn added(&self, id: u32) -> Option<&str> {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.get(&id).map(|token| token.content.as_str())
+    }
+
     /// Returns the token for unknown text, if there is one.
     pub(crate) fn unknown(&self) -> Option<u32> {
         self.unknown

@@ -185,6 +185,7 @@ impl Data {
         {
             let warnings = chosen.warnings(args.model.init.as_ref().map(|_| model));
             documents::check_packing(&args.data, model, args.model.seq)?;
+            check_end(args, model.vocab())?;
             let documents = Documents::open(args, path, chosen.codec, warnings)?;
             return Ok(Self::Documents(Box::new(documents)));
         }
@@ -365,5 +366,20 @@ impl fmt::Display for Text {
             }
         }
         Ok(())
+    }
+}
+
+/// Rejects a token at the end of texts that the model does not have.
+fn check_end(args: &TrainArgs, vocab: usize) -> Result<(), InputError> {
+    let end = documents::end_of_text(args)?.filter(|end| *end as usize >= vocab);
+    match (end, &args.model.init) {
+        (Some(end), Some(folder)) => Err(InputError::UnknownModel {
+            path: folder.clone(),
+            problem: format!(
+                "`eos_token_id` is {end}, but the tokens are 0 to {}; correct it in generation_config.json or config.json",
+                vocab.saturating_sub(1)
+            ),
+        }),
+        _ => Ok(()),
     }
 }

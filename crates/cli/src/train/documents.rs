@@ -8,17 +8,17 @@ use std::sync::Arc;
 
 use burn_fsdp::internals::checkpoint::TrainingState;
 use burn_fsdp_data::{
-    DataConfig, DataError, Dataset, Fields, Format, Packing, Position, Sequence, Stream, Tokenizer,
+    DataConfig, DataError, Dataset, Fields, Format, Packing, Position, Sequence, Stream,
 };
 use burn_fsdp_models::{ModelConfig, Rows, TextCodec};
 use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use crate::args::{DataArgs, DataFormat, PackingArg, TrainArgs};
-use crate::codec;
 use crate::error::InputError;
 use crate::output;
 use crate::train::chat_files::ChatFiles;
+use crate::train::codec_tokenizer::CodecTokenizer;
 use crate::train::own_files::OwnFiles;
 
 /// Name of the section of a saved step that contains the position.
@@ -29,9 +29,6 @@ const HELD_OUT: f64 = 0.05;
 
 /// Number of steps whose sequences and positions are kept: ranks differ by less than two steps.
 const KEPT: usize = 3;
-
-/// A text before a continuation.
-const BREAK: &str = "\n";
 
 /// Files of documents.
 pub(crate) struct Documents {
@@ -72,61 +69,6 @@ impl fmt::Debug for Documents {
         f.debug_struct("Documents")
             .field("dataset", &self.dataset)
             .finish_non_exhaustive()
-    }
-}
-
-/// A codec with the token that ends a document.
-struct CodecTokenizer {
-    codec: TextCodec,
-    end: Option<u32>,
-    /// The template for chats, if the documents are chats.
-    chat: Option<ChatFiles>,
-}
-
-impl Tokenizer for CodecTokenizer {
-    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        match &self.codec {
-            TextCodec::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            TextCodec::Tokenizer(tokenizer) => tokenizer
-                .encode(text, false)
-                .map_err(|error| error.to_string()),
-        }
-    }
-
-    fn encode_continuation(&self, text: &str) -> Result<Vec<u32>, String> {
-        // Some tokenizers add a space before a text. None adds one after a line break, which they keep as a token.
-        let whole = self.encode(&format!("{BREAK}{text}"))?;
-        let start = self.encode(BREAK)?;
-        match whole.strip_prefix(&start[..]) {
-            Some(tokens) => Ok(tokens.to_vec()),
-            // The break is in a token with the text, so there is no added space between them.
-            None => self.encode(text),
-        }
-    }
-
-    fn bos(&self) -> Option<u32> {
-        match &self.codec {
-            TextCodec::Bytes => None,
-            TextCodec::Tokenizer(tokenizer) => tokenizer.encode("", true).ok()?.first().copied(),
-        }
-    }
-
-    fn eos(&self) -> Option<u32> {
-        self.end
-    }
-
-    fn special_names(&self) -> [String; 2] {
-        let chat = self.chat.as_ref();
-        chat.map(|chat| chat.special_names.clone())
-            .unwrap_or_default()
-    }
-
-    fn chat_template(&self) -> Option<String> {
-        self.chat.as_ref().map(|chat| chat.template.clone())
-    }
-
-    fn identity(&self) -> String {
-        codec::identity(&self.codec).unwrap_or_else(|| "bytes".to_owned())
     }
 }
 
@@ -185,6 +127,12 @@ impl Documents {
             warnings.push(
                 "the end of a completion is not learned, because no token ends a text: bytes have none, and a tokenizer's \
                  is `eos_token_id` in the folder of --init"
+                    .to_owned(),
+            );
+        }
+        if end.is_none() && matches!(fields, Fields::Text(_)) && args.model.init.is_some() {
+            warnings.push(
+                "texts have no token at their end, because the folder of --init has no `eos_token_id`"
                     .to_owned(),
             );
         }
@@ -463,7 +411,7 @@ fn has_extension(path: &Path) -> bool {
 }
 
 /// Returns the model's token for the end of a text, if the tokens are those of its folder.
-fn end_of_text(args: &TrainArgs) -> Result<Option<u32>, InputError> {
+pub(crate) fn end_of_text(args: &TrainArgs) -> Result<Option<u32>, InputError> {
     match args.model.init.as_deref().filter(|path| path.is_dir()) {
         Some(folder) => Ok(ModelConfig::ends_of_text(folder)?.first().copied()),
         None => Ok(None),

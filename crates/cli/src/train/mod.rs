@@ -10,6 +10,7 @@
 
 mod chat_files;
 mod checks;
+mod codec_tokenizer;
 mod collector;
 mod compiled;
 mod config;

@@ -87,11 +87,11 @@ impl Tokenizer for Characters {
         if self.are_bytes {
             return Ok(text.bytes().map(u32::from).collect());
         }
-        let tokens = self.encode_continuation(text)?;
+        let tokens = self.encode_continuation(text, 0)?;
         Ok([vec![13], tokens].concat())
     }
 
-    fn encode_continuation(&self, text: &str) -> Result<Vec<u32>, String> {
+    fn encode_continuation(&self, text: &str, _: u32) -> Result<Vec<u32>, String> {
         if self.are_bytes {
             return self.encode(text);
         }

@@ -39,6 +39,43 @@ fn lines(run: &Run) -> Vec<Value> {
 }
 
 #[test]
+fn the_name_of_a_file_says_how_it_is_read() {
+    let folder = models();
+    let generate = "generate --init llama --temperature 0 --tokens 4 --json --prompts";
+    let expected = lines(&ok(&folder, &format!("{generate} prompts.txt"), &[]));
+    let objects = PROMPTS.map(|prompt| format!("{}\n", json!({ "prompt": prompt })));
+    for name in ["p.jsonl", "p.ndjson", "p.JSONL"] {
+        // Blank lines are no prompts.
+        folder.write(name, objects.join("\n \n"));
+        let found = lines(&ok(&folder, &format!("{generate} {name}"), &[]));
+        assert_eq!(found, expected, "{name}");
+    }
+    folder.write("p.json", objects.concat());
+    let run = folder.run(&format!("{generate} p.json"));
+    assert_eq!(run.code, 2);
+    assert!(run.stderr.contains(".jsonl"), "{}", run.stderr);
+}
+
+#[test]
+fn a_token_at_the_end_that_the_model_lacks_is_named() {
+    let folder = models();
+    folder.write("chats.jsonl", "{\"text\": \"the cat sat\"}\n".repeat(40));
+    let path = folder.path("llama/config.json");
+    let config = std::fs::read_to_string(&path).expect("a file");
+    let mut config: Value = serde_json::from_str(&config).expect("JSON");
+    config["eos_token_id"] = json!(50256);
+    std::fs::write(&path, config.to_string()).expect("writable");
+    for flags in ["", "--compile"] {
+        let train = "train --init llama --data chats.jsonl --seq 8 --steps 1 --warmup 0";
+        let run = folder.run(&format!("{train} --ranks 1 --batch 1 {flags}"));
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        for word in ["`eos_token_id` is 50256", "config.json"] {
+            assert!(run.stderr.contains(word), "{}", run.stderr);
+        }
+    }
+}
+
+#[test]
 fn each_prompt_has_the_text_that_it_has_alone() {
     let folder = models();
     for model in ["llama", "gpt2"] {

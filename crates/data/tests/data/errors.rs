@@ -148,6 +148,38 @@ fn broken_json_is_named() {
         None,
         &["line 1", "expected a JSON object", "found a list"],
     );
+    // Values that a template would print as other numbers.
+    for (value, is_changed) in [
+        ("98765432109876543210", true),
+        ("-9223372036854775809", true),
+        ("-0", true),
+        ("[0, {\"b\": -99999999999999999999}]", true),
+        ("18446744073709551615", false),
+        ("-9223372036854775808", false),
+        ("-0.0", false),
+        ("1e99", false),
+        ("\"98765432109876543210\\\\\"", false),
+        ("\"\\\" -0 98765432109876543210\"", false),
+    ] {
+        let line = format!(
+            "{{\"chat\": [{{\"role\": \"assistant\", \"content\": \"abcdefgh\", \"x\": {value}}}]}}\n"
+        );
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.jsonl");
+        files::write(&path, line.repeat(3));
+        let mut config = config(&path);
+        config.fields = chat().expect("a field");
+        let read = read_with(
+            config,
+            tokenizer(Some("{% for m in messages %}{{ m.content }}{% endfor %}")),
+        );
+        match read {
+            Err(error) if is_changed => {
+                assert_message(&error, &["a.jsonl"], &["line 1", "integer"])
+            }
+            read => assert!(!is_changed && read.is_ok(), "{value}: {:?}", read.err()),
+        }
+    }
     // Blocks start in the middle of a file, and still count lines from its start.
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("a.jsonl");
@@ -453,6 +485,45 @@ fn positions_of_other_data_are_rejected_by_name() {
         &[],
         &["expected the file `two.jsonl`", "`three.jsonl`"],
     );
+}
+
+#[test]
+fn a_changed_byte_of_a_large_file_is_found() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("a.jsonl");
+    let lines = GOOD.repeat(100_000);
+    files::write(&path, &lines);
+    let config = config(&path);
+    let position = read_with(config.clone(), tokenizer(None)).expect("it is data");
+    for at in [1_000_003, 65_999, 1_699_990] {
+        let letter = lines[at..].find("good").map(|good| at + good);
+        let mut changed = lines.clone().into_bytes();
+        changed[letter.expect("a good one")] = b'f';
+        files::write(&path, &changed);
+        let data = Dataset::open(config.clone(), Arc::new(tokenizer(None))).expect("it is data");
+        let error = data.resume(&position).map(drop).expect_err("it must fail");
+        assert!(matches!(error, DataError::Changed { .. }), "{at}");
+    }
+    files::write(&path, &lines);
+    let data = Dataset::open(config, Arc::new(tokenizer(None))).expect("it is data");
+    data.resume(&position)
+        .map(drop)
+        .expect("nothing has changed");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_glob_that_meets_another_encoding_is_an_error() {
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = tempfile::tempdir().expect("a folder");
+    files::write(&folder.path().join("a.jsonl"), GOOD);
+    let other = folder
+        .path()
+        .join(std::ffi::OsStr::from_bytes(b"\xff.jsonl"));
+    files::write(&other, GOOD);
+    let error = read_with(config(&folder.path().join("*.jsonl")), tokenizer(None));
+    assert_message(&error.expect_err("it must fail"), &[], &["UTF-8"]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use burn_fsdp_data::ChatPrompts;
+use burn_fsdp_data::{ChatPrompts, Format};
 use burn_fsdp_models::{TextCodec, Tokenizer};
 use serde_json::Value;
 
@@ -60,10 +60,23 @@ fn of_file(path: &Path, field: Option<&str>) -> Result<Vec<GivenPrompt>, PromptE
         problem: error.to_string(),
     })?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    let is_jsonl = field.is_some() || path.extension().is_some_and(|end| end == "jsonl");
-    let prompts = text.lines().enumerate().map(|(index, line)| {
+    let is_jsonl = field.is_some() || Format::of(path) == Some(Format::Jsonl);
+    let is_document = path
+        .extension()
+        .is_some_and(|end| end.eq_ignore_ascii_case("json"));
+    if is_document && !is_jsonl {
+        return Err(PromptError::File {
+            path: path.to_owned(),
+            problem: "a .json file is neither lines of text nor JSONL; name it .txt or .jsonl"
+                .to_owned(),
+        });
+    }
+    // Blank lines of JSONL are no prompts, as in the data of a training run.
+    let lines = text.lines().enumerate();
+    let lines = lines.filter(|(_, line)| !is_jsonl || !line.trim().is_empty());
+    let prompts = lines.map(|(index, line)| {
         let place = format!("{}, line {}", path.display(), index + 1);
-        let text = if is_jsonl && !line.is_empty() {
+        let text = if is_jsonl {
             field_of(line, field.unwrap_or(FIELD), &place)?
         } else {
             line.to_owned()
