@@ -23,6 +23,9 @@ const EXTENSIONS: [(&str, Format); 6] = [
 /// Files of up to this many bytes together are read whole for their checksums.
 const MOST_READ_BYTES: u64 = 1 << 30;
 
+/// The levels of folders below a glob with `**` whose names are checked. Links may lead back.
+const DEEPEST: usize = 40;
+
 /// Number and size of the samples of a file that enter its checksum.
 const SAMPLES: u64 = 16;
 const SAMPLE_BYTES: u64 = 4 << 10;
@@ -185,7 +188,7 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, String> {
     let is_deep = glob.components().any(|part| part.as_os_str() == "**");
     let depth = glob.components().count() - base.components().count();
     // The crate panics at other names.
-    check_names(&base, if is_deep { usize::MAX } else { depth })?;
+    check_names(&base, if is_deep { DEEPEST } else { depth })?;
     let found =
         glob::glob_with(pattern, options).map_err(|error| format!("is not a glob: {error}"))?;
     let paths = found
@@ -210,14 +213,15 @@ fn check_names(folder: &Path, depth: usize) -> Result<(), String> {
     };
     // What cannot be read is the glob's error.
     for entry in fs::read_dir(own).into_iter().flatten().flatten() {
-        let (name, is_folder) = (entry.file_name(), entry.file_type());
-        if name.to_str().is_none() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else {
             let (name, own) = (name.display(), own.display());
             return Err(format!(
                 "meets `{name}` in {own}, whose name is not UTF-8; rename it, or name the folder without a glob"
             ));
-        }
-        if is_folder.is_ok_and(|kind| kind.is_dir()) {
+        };
+        // A glob enters linked folders, too, but no hidden ones.
+        if !name.starts_with('.') && entry.path().is_dir() {
             check_names(&entry.path(), depth - 1)?;
         }
     }

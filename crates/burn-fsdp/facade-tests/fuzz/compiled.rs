@@ -69,9 +69,7 @@ impl CompiledRun {
             evaluation,
         })
     }
-}
 
-impl CompiledRun {
     /// Begins again with a loss in one part.
     fn leave_loss_whole(&mut self) -> Result<(), Error> {
         let mut leg = self.leg.clone();

@@ -7,7 +7,7 @@ use burn_fsdp::internals::checkpoint::Step;
 use burn_fsdp::internals::device::DeviceNameError;
 use burn_fsdp_data::DataError;
 use burn_fsdp_models::{ModelConfig, ModelError};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::prompt::PromptError;
 use crate::adapters::error::AdapterError;
@@ -313,10 +313,7 @@ impl InputError {
         expected: &ModelConfig,
         found: Option<&ModelConfig>,
     ) -> Self {
-        let sizes = |model: &ModelConfig| match serde_json::json!(model) {
-            Value::Object(sizes) => sizes,
-            other => Map::from_iter([("model".to_owned(), other)]),
-        };
+        let sizes = |model: &ModelConfig| leaves(&json!(model));
         let own = sizes(expected);
         let Some(found) = found.map(sizes) else {
             return Self::OtherModel {
@@ -326,7 +323,7 @@ impl InputError {
             };
         };
         // Only what differs.
-        let differing = |of: &Map<String, Value>, other: &Map<String, Value>| {
+        let differing = |of: &BTreeMap<String, Value>, other: &BTreeMap<String, Value>| {
             let all = of
                 .iter()
                 .filter(|(name, size)| other.get(*name) != Some(*size));
@@ -340,8 +337,42 @@ impl InputError {
     }
 }
 
+/// Returns the values that are no objects, by their paths, such as `variant.rope.kind`.
+fn leaves(value: &Value) -> BTreeMap<String, Value> {
+    let Value::Object(entries) = value else {
+        return BTreeMap::from([(String::new(), value.clone())]);
+    };
+    let below = entries.iter().flat_map(|(key, value)| {
+        leaves(value).into_iter().map(move |(path, value)| {
+            let path = match path.as_str() {
+                "" => key.clone(),
+                path => format!("{key}.{path}"),
+            };
+            (path, value)
+        })
+    });
+    below.collect()
+}
+
 impl From<burn_fsdp::internals::compile::Error> for InputError {
     fn from(error: burn_fsdp::internals::compile::Error) -> Self {
         Self::Plan(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_named_by_their_paths() {
+        let found = leaves(&json!({"a": {"b": 1, "c": {"d": null}}, "e": [{}], "f": {}}));
+        let expected = [
+            ("a.b", json!(1)),
+            ("a.c.d", json!(null)),
+            ("e", json!([{}])),
+        ];
+        let expected = expected.map(|(path, value)| (path.to_owned(), value));
+        assert_eq!(found, BTreeMap::from(expected));
     }
 }

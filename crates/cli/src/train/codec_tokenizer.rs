@@ -33,14 +33,15 @@ impl Tokenizer for CodecTokenizer {
         };
         // Some tokenizers add a space before a text, some also after a special token. None adds one after a line break,
         // which they keep as a token.
-        let before = tokenizer.added(last).unwrap_or(BREAK);
-        let whole = self.encode(&format!("{before}{text}"))?;
-        let start = self.encode(before)?;
-        match whole.strip_prefix(&start[..]) {
-            Some(tokens) => Ok(tokens.to_vec()),
-            // The break is in a token with the text, so there is no added space between them.
-            None => self.encode(text),
+        for before in tokenizer.added(last).into_iter().chain([BREAK]) {
+            let whole = self.encode(&format!("{before}{text}"))?;
+            let start = self.encode(before)?;
+            if let Some(tokens) = whole.strip_prefix(&start[..]) {
+                return Ok(tokens.to_vec());
+            }
         }
+        // The break is in a token with the text. Tokenizers with such tokens add no space.
+        self.encode(text)
     }
 
     fn bos(&self) -> Option<u32> {

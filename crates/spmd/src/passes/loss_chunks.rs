@@ -18,7 +18,6 @@ use super::dead_code::DeadCode;
 use crate::error::{Error, OptionError};
 use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
-use crate::place::localize;
 use crate::transform::GraphTransform;
 use region::{Region, Rows, Share};
 
@@ -27,8 +26,8 @@ use region::{Region, Rows, Share};
 ///
 /// The logits are the result of the last matrix product on the way to the loss, `[rows, ...]`. Each operation that reads
 /// or writes a tensor as large as the logits runs once for each part of the rows. A part's gradient of the logits follows
-/// its forward, so no operation runs twice: the arithmetic is the same, apart from one sum of the head's gradients for
-/// each part after the first. These sums have 32 bits if the gradients have 16.
+/// its forward, so no operation runs twice. What sums over the rows, such as the gradients of the head, is summed over the
+/// parts, in 32 bits if it has 16. A mean over the rows is the sum of the parts' means, each times its share of the rows.
 ///
 /// ```text
 /// before                             after, for each half of the rows
@@ -44,7 +43,7 @@ use region::{Region, Rows, Share};
 /// logits.
 #[derive(Debug, Clone, Copy)]
 pub struct LossChunks {
-    /// Number of parts, at least 1.
+    /// Number of parts. 0 and 1 leave the graph as it is.
     pub parts: usize,
 }
 
@@ -62,6 +61,9 @@ impl GraphTransform for LossChunks {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        if self.parts < 2 {
+            return Ok(graph);
+        }
         let trains = graph
             .nodes()
             .iter()
@@ -126,7 +128,8 @@ impl Parts {
                 self.scheduled.push(node.clone());
             }
         }
-        let read_later: BTreeSet<TensorId> = after.iter().flat_map(Node::inputs).collect();
+        let mut read_later: BTreeSet<TensorId> = after.iter().flat_map(Node::inputs).collect();
+        read_later.extend(self.graph.kept());
         for part in 0..self.num_parts {
             self.run_part(&nodes, part)?;
         }
@@ -172,9 +175,10 @@ impl Parts {
                 let dtype = self.graph.read(*id)?.dtype;
                 names.insert(*id, self.graph.add_value(shape, dtype, Role::Temporary));
             }
+            let taken_whole = whole_dims(&node.operation);
             rename(&mut node.operation, &names);
             self.graph.sync_node(&mut node);
-            localize(&mut node.operation);
+            take_whole(&mut node.operation, &taken_whole);
             self.scheduled.push(node);
             let is_before = self.region.before.contains(&index);
             for (id, share) in cut.outputs {
@@ -186,11 +190,7 @@ impl Parts {
                             self.pieces.entry(id).or_default().push(result);
                         }
                     }
-                    Share::Addend => self.add(id, result, part)?,
-                    Share::Mean => {
-                        let mean = self.weighed(result, part)?;
-                        self.add(id, mean, part)?;
-                    }
+                    Share::Addend | Share::Mean => self.add(id, (result, share), part)?,
                 }
             }
         }
@@ -289,12 +289,20 @@ impl Parts {
         Ok(out)
     }
 
-    /// Adds a part's addend to the sum that becomes the value `id`.
-    fn add(&mut self, id: TensorId, addend: TensorId, part: usize) -> Result<(), Error> {
+    /// Adds a part's addend, or its mean, to the sum that becomes the value `id`.
+    fn add(
+        &mut self,
+        id: TensorId,
+        (result, share): (TensorId, Share),
+        part: usize,
+    ) -> Result<(), Error> {
         let TensorIr { shape, dtype, .. } = self.graph.read(id)?;
         let shape = shape.to_vec();
         let wide = if is_half(dtype) { DType::F32 } else { dtype };
-        let addend = self.cast(addend, wide)?;
+        let mut addend = self.cast(result, wide)?;
+        if share == Share::Mean {
+            addend = self.weighed(addend, part)?;
+        }
         let Some(sum) = self.sums.remove(&id) else {
             self.sums.insert(id, addend);
             return Ok(());
@@ -310,7 +318,11 @@ impl Parts {
             rhs: self.graph.read(addend)?,
             out: self.graph.write(out)?,
         });
-        self.push(OperationIr::NumericFloat(wide, added));
+        self.push(if wide.is_float() {
+            OperationIr::NumericFloat(wide, added)
+        } else {
+            OperationIr::NumericInt(wide, added)
+        });
         if !is_last {
             self.sums.insert(id, out);
         } else if out != id {
@@ -381,5 +393,43 @@ impl Parts {
             OperationIr::BaseInt(operation)
         });
         Ok(())
+    }
+}
+
+/// Returns the dims that a slice, or an assignment to a slice, takes whole.
+fn whole_dims(operation: &OperationIr) -> Vec<usize> {
+    let mut operation = operation.clone();
+    let Some((shape, ranges)) = ranges_of(&mut operation) else {
+        return Vec::new();
+    };
+    let is_whole = |(range, size): (&Slice, &usize)| {
+        let ends = range.end.is_none_or(|end| end >= *size as isize);
+        range.start == 0 && range.step == 1 && ends
+    };
+    let dims = ranges.iter().zip(&shape).map(is_whole).enumerate();
+    dims.filter_map(|(dim, is_whole)| is_whole.then_some(dim))
+        .collect()
+}
+
+/// Makes a slice of a part take these dims whole, whatever their sizes are in the part.
+fn take_whole(operation: &mut OperationIr, dims: &[usize]) {
+    if let Some((shape, ranges)) = ranges_of(operation) {
+        for dim in dims {
+            ranges[*dim] = Slice::from(0..shape[*dim]);
+        }
+    }
+}
+
+/// Returns the shape of the tensor that is sliced, and the ranges.
+fn ranges_of(operation: &mut OperationIr) -> Option<(Vec<usize>, &mut Vec<Slice>)> {
+    let (OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base)) =
+        operation
+    else {
+        return None;
+    };
+    match base {
+        BaseOperationIr::Slice(op) => Some((op.tensor.shape.to_vec(), &mut op.ranges)),
+        BaseOperationIr::SliceAssign(op) => Some((op.tensor.shape.to_vec(), &mut op.ranges)),
+        _ => None,
     }
 }

@@ -50,7 +50,7 @@ pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
 #[cfg(feature = "faults")]
 pub use rules::mutants;
-pub(crate) use rules::{is_pointwise, localize, may_wait, signature_of};
+pub(crate) use rules::{is_pointwise, may_wait, signature_of};
 pub(crate) use search::{cut_inputs, least_communication_with};
 pub(crate) use signature::{Letter, Operand, Signature};
 pub use typing::owned_of;

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_kernels::cross_entropy;
 use burn_fsdp_mesh::{Clip, LossScaling, Mesh, Placement};
@@ -42,12 +42,33 @@ enum Kind {
     /// Logits of three dims, without and with a bias.
     Sequences,
     Biased,
+    /// A vocabulary that is padded to more columns.
+    PaddedColumns,
+    /// Columns that are set in all sequences.
+    Masked,
+    /// Logits of three dims as a matrix.
+    AsMatrix,
 }
 
-use Kind::{Biased, Burn, Capped, Fused, OfTokens, Padded, Sequences, Smoothed, Squares, Weighted};
+use Kind::{
+    AsMatrix, Biased, Burn, Capped, Fused, Masked, OfTokens, Padded, PaddedColumns, Sequences,
+    Smoothed, Squares, Weighted,
+};
 
-const KINDS: [Kind; 10] = [
-    Biased, Fused, Burn, Padded, Weighted, Smoothed, Capped, OfTokens, Squares, Sequences,
+const KINDS: [Kind; 13] = [
+    AsMatrix,
+    Masked,
+    PaddedColumns,
+    Biased,
+    Fused,
+    Burn,
+    Padded,
+    Weighted,
+    Smoothed,
+    Capped,
+    OfTokens,
+    Squares,
+    Sequences,
 ];
 
 #[derive(Module, Debug)]
@@ -85,8 +106,15 @@ impl Classifier {
         let targets = x.clone().narrow(2, 0, 1).abs().mul_scalar(37.0).int();
         let targets = targets.remainder_scalar(CLASSES as i64).reshape([rows]);
         let hidden = self.hidden(x.clone());
-        let logits = if matches!(self.kind, Sequences | Biased) {
-            let logits = self.head.forward(hidden);
+        let logits = if self.kind == AsMatrix {
+            self.head.forward(hidden).reshape([rows, CLASSES])
+        } else if matches!(self.kind, Sequences | Biased | Masked) {
+            let mut logits = self.head.forward(hidden);
+            if self.kind == Masked {
+                let low = Tensor::<3>::full([sequences, time, 4], -9.0, &device);
+                let low = low.cast(logits.dtype());
+                logits = logits.slice_assign([0..sequences, 0..time, 3..7], low);
+            }
             let classes = targets.reshape([sequences, time, 1]);
             return log_softmax(logits, 2).gather(2, classes).mean().neg();
         } else {
@@ -95,7 +123,9 @@ impl Classifier {
         let burn = CrossEntropyLossConfig::new();
         match self.kind {
             Fused => cross_entropy(logits, targets),
-            Burn | Sequences | Biased => burn.init(&device).forward(logits, targets),
+            Burn | Sequences | Biased | Masked | AsMatrix => {
+                burn.init(&device).forward(logits, targets)
+            }
             Padded => {
                 let burn = burn.with_pad_tokens(Some(vec![1, 2, 3]));
                 burn.init(&device).forward(logits, targets)
@@ -117,6 +147,11 @@ impl Classifier {
                 let weights = x.narrow(2, 1, 1).abs().reshape([rows, 1]);
                 let own = log_softmax(logits, 1).gather(1, targets.reshape([rows, 1]));
                 (own * weights).mean().neg()
+            }
+            PaddedColumns => {
+                let logits = logits.narrow(1, 0, CLASSES - 3);
+                let targets = targets.remainder_scalar(CLASSES as i64 - 3);
+                burn.init(&device).forward(logits, targets)
             }
             Squares => logits.square().mean(),
         }
@@ -159,6 +194,7 @@ fn losses_in_parts_match_burn() {
             (1, 3, all.clone().kernels(false)),
             (1, 12, none.clone()),
             (1, 7, all.clone().fuse(false)),
+            (12, 2, all.clone()),
             (2, 3, all.clone().optimizer(OptimizerPlace::InNextForward)),
             (3, 2, all.clone().recompute(None)),
             (4, 3, none.kernels(true)),
@@ -224,7 +260,7 @@ fn halves_sums_and_scales_match_the_whole_loss() {
         ),
         ("clipped", Options::default().clip_grad_norm(Clip::to(0.1))),
     ] {
-        let losses = [1, 3].map(|parts| {
+        let trained = [1, 3].map(|parts| {
             let options = options.clone().loss_chunks(parts);
             Device::flex().seed(1);
             let done = launch(LaunchConfig::new(2), move |world: ProcessGroup| {
@@ -237,14 +273,25 @@ fn halves_sums_and_scales_match_the_whole_loss() {
                     let micro = |of: usize| batch(index, 6 * rank + 3 * of, 3, &Device::flex());
                     losses.push(step.step_accumulated(1e-2, &[micro(0), micro(1)])?);
                 }
-                Ok::<_, Error>(losses)
+                let paths: Vec<_> = step.parameters().iter().map(|s| s.path.clone()).collect();
+                let values = paths.iter().map(|path| {
+                    let value = step.parameter(path)?;
+                    Ok(value.try_to_vec::<f32>().expect("floats"))
+                });
+                Ok::<_, Error>((losses, values.collect::<Result<Vec<_>, Error>>()?.concat()))
             });
             done.unwrap_or_else(|error| panic!("{name}: {error}"))
                 .swap_remove(0)
         });
-        for (whole, parted) in losses[0].iter().zip(&losses[1]) {
+        let [(whole, values), (parted, others)] = &trained;
+        for (whole, parted) in whole.iter().zip(parted) {
             let is_close = (whole - parted).abs() < 2e-3 * whole.abs();
             assert!(is_close, "{name}: {whole}, {parted}");
+        }
+        // The rate is 1e-2, and steps of AdamW are about as large.
+        let most = if name == "clipped" { 2e-5 } else { 1e-3 };
+        for (value, other) in values.iter().zip(others) {
+            assert!((value - other).abs() < most, "{name}: {value}, {other}");
         }
     }
 }
@@ -275,6 +322,49 @@ fn evaluations_are_in_parts_and_logits_are_returned_whole() -> Result<(), Error>
     Ok(())
 }
 
+#[test]
+fn what_a_loss_returns_for_each_row_is_whole() -> Result<(), Error> {
+    let _guard = seeded();
+    let init = |device: &Device| Classifier::of(Burn, device);
+    // The best class and the norm of each row, as for a metric.
+    let loss = |model: &Classifier, x: Tensor<3>| {
+        let logits = model.logits(x);
+        let best = logits.clone().argmax(2);
+        let norms = logits.clone().square().sum_dim(2);
+        let positive = logits.clone().greater_elem(0.0).int().sum();
+        (logits.square().mean(), (best, norms, positive))
+    };
+    let rows = batch(0, 0, SEQUENCES, &Device::flex());
+    let mut seen = Vec::new();
+    for parts in [1, 2, 5] {
+        Device::flex().seed(1);
+        let mode = Mode::single().options(Options::default().loss_chunks(parts));
+        let mut step = compile(init, loss, eager::adamw().build(), mode.verified())?;
+        let loss = step.step(1e-2, &rows)?;
+        let (best, norms, positive): (Tensor<3, Int>, Tensor<3>, Tensor<1, Int>) =
+            step.outputs()?.remove(0);
+        assert_eq!(
+            (best.dims(), norms.dims()),
+            ([SEQUENCES, TIME, 1], [SEQUENCES, TIME, 1])
+        );
+        let best: Vec<i64> = best.into_data().iter().collect();
+        let norms: Vec<f32> = norms.into_data().iter().collect();
+        let positive: Vec<i64> = positive.into_data().iter().collect();
+        seen.push((loss, [best, positive], norms));
+    }
+    for (loss, best, norms) in &seen[1..] {
+        assert!((loss / seen[0].0 - 1.0).abs() < 1e-6);
+        assert_eq!(best, &seen[0].1);
+        let pairs = norms.iter().zip(&seen[0].2);
+        assert!(
+            pairs
+                .into_iter()
+                .all(|(one, other)| (one - other).abs() < 1e-5 * other.abs())
+        );
+    }
+    Ok(())
+}
+
 /// Returns why the loss of a model is not computed in parts.
 fn refused<O: Loss + 'static>(
     parts: usize,
@@ -301,6 +391,7 @@ fn losses_that_need_all_rows_are_refused() {
     let alone = |options| Mode::single().options(options);
     let loss_of_all = |model: &Classifier, x| model.loss(x).exp();
     let over_rows = |model: &Classifier, x| log_softmax(model.logits(x), 0).mean();
+    let linear = |model: &Classifier, x| model.logits(x).mean();
     let of_time = |model: &Classifier, x| log_softmax(model.logits(x).swap_dims(1, 2), 2).mean();
     for (parts, loss, reason) in [
         // Each row's gradient has the mean of all rows.
@@ -310,6 +401,7 @@ fn losses_that_need_all_rows_are_refused() {
             "other rows",
         ),
         (2, over_rows, "all rows at once"),
+        (2, linear, "rows and columns of the logits"),
         (2, of_time, "at once"),
         (1000, Classifier::loss, "rows"),
         (0, Classifier::loss, "no number"),

@@ -37,6 +37,18 @@ pub(super) struct Rows {
 }
 
 impl Rows {
+    /// Returns the dims without those of one element at both ends, which count nothing.
+    fn trimmed(mut self, shape: &[usize]) -> Self {
+        while self.len > 1 && shape[self.first] == 1 {
+            self.first += 1;
+            self.len -= 1;
+        }
+        while self.len > 1 && shape[self.first + self.len - 1] == 1 {
+            self.len -= 1;
+        }
+        self
+    }
+
     pub(super) fn dims(self) -> Range<usize> {
         self.first..self.first + self.len
     }
@@ -102,6 +114,7 @@ impl Region {
             first: 0,
             len: dims.len(),
         };
+        let of_logits = of_logits.trimmed(dims);
         let (mut cuts, rows) = divided(graph, head, (logits, of_logits));
         let large = large(graph, (head, logits), &rows);
         let region = selected(graph, head, (&cuts, &rows), &large)?;
@@ -119,7 +132,26 @@ impl Region {
             num_rows,
         };
         region.take_inputs(graph, logits)?;
+        region.check_rest(graph, logits)?;
         Ok(region)
+    }
+
+    /// Rejects a region outside of which something has the shape of the logits, such as a gradient that does not depend on
+    /// them.
+    fn check_rest(&self, graph: &Graph, logits: TensorId) -> Result<(), String> {
+        let shape = |id: TensorId| graph.value(id).map(|value| &value.shape);
+        let nodes = graph.nodes().iter().enumerate();
+        let mut rest = nodes.filter(|(index, node)| {
+            let is_left = !self.nodes.contains_key(index) && node.phase != Phase::Optimizer;
+            is_left && node.outputs().any(|id| shape(id) == shape(logits))
+        });
+        match rest.next() {
+            Some((_, node)) => Err(format!(
+                "{} has all rows and columns of the logits",
+                node.name()
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Makes nodes before the region part of it, if they are free, or computed from the batch and as large as the logits.
@@ -127,11 +159,7 @@ impl Region {
     fn take_inputs(&mut self, graph: &Graph, logits: TensorId) -> Result<(), String> {
         let writers = writers(graph);
         let activations = activations(graph);
-        let size = |id: TensorId| {
-            let own = graph.value(id).map_or(0, |value| value.num_elements());
-            graph.sizes().elements(id, own)
-        };
-        let is_large = |id: &TensorId| size(*id) >= size(logits);
+        let is_large = |id: &TensorId| 2 * size(graph, *id) >= size(graph, logits);
         let mut whole = BTreeSet::new();
         let mut open: Vec<_> = self
             .nodes
@@ -247,32 +275,31 @@ fn divided(
     (cuts, all)
 }
 
-/// Returns the values with the rows and the columns of the logits.
+/// Returns the values with the rows of the logits, and at least half as many columns.
 fn large(
     graph: &Graph,
     (head, logits): (usize, TensorId),
     rows: &BTreeMap<TensorId, Rows>,
 ) -> BTreeSet<TensorId> {
-    let columns = |id: TensorId| {
-        let shape = graph.value(id)?.shape.clone();
-        let dims = rows.get(&id)?.dims();
-        let others = shape.iter().enumerate();
-        let others = others.filter(|(dim, size)| !dims.contains(dim) && **size != 1);
-        Some(others.map(|(_, size)| *size).collect::<Vec<_>>())
-    };
-    let of_logits = columns(logits);
+    let is_large =
+        |id: &TensorId| rows.contains_key(id) && 2 * size(graph, *id) >= size(graph, logits);
     let mut found = BTreeSet::from([logits]);
     for node in graph.nodes().iter().skip(head + 1) {
         // A product has other columns than its operand, even if there are as many.
         if !is_product(node) && node.inputs().any(|id| found.contains(&id)) {
-            found.extend(node.outputs().filter(|id| columns(*id) == of_logits));
+            found.extend(node.outputs().filter(is_large));
         }
     }
     found
 }
 
-/// Returns the nodes from `head` on that must run part by part, so that no `large` value is whole: one with the rows and
-/// the columns of the logits.
+/// Returns the number of elements by which passes judge a value.
+fn size(graph: &Graph, id: TensorId) -> usize {
+    let own = graph.value(id).map_or(0, |value| value.num_elements());
+    graph.sizes().elements(id, own)
+}
+
+/// Returns the nodes from `head` on that must run part by part, so that no `large` value is whole.
 fn selected(
     graph: &Graph,
     head: usize,
@@ -391,7 +418,7 @@ fn counterpart(from: &[usize], rows: Rows, to: &[usize]) -> Option<Rows> {
     let product = |dims: Range<usize>| to[dims].iter().product::<usize>();
     let first = (0..to.len()).find(|first| product(0..*first) == outer)?;
     let len = (1..=to.len() - first).find(|len| product(first..first + len) == size)?;
-    Some(Rows { first, len })
+    Some(Rows { first, len }.trimmed(to))
 }
 
 /// Divides the rows of a node by the letters of its dims.

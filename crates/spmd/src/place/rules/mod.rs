@@ -99,7 +99,7 @@ pub(crate) fn signature_of(operation: &OperationIr) -> Option<Signature> {
 }
 
 /// Adapts the ranges of a slicing operation to one rank's shapes, which its tensors already have.
-pub(crate) fn localize(operation: &mut OperationIr) {
+pub(super) fn localize(operation: &mut OperationIr) {
     slicing::localize(operation);
 }
 
