@@ -136,14 +136,17 @@ impl Region {
         Ok(region)
     }
 
-    /// Rejects a region outside of which something has the shape of the logits, such as a gradient that does not depend on
-    /// them.
+    /// Rejects a region outside of which a gradient of the logits remains, because it does not depend on them. It is made of
+    /// the batch alone. Weights may have the shape of the logits by chance.
     fn check_rest(&self, graph: &Graph, logits: TensorId) -> Result<(), String> {
+        let activations = activations(graph);
         let shape = |id: TensorId| graph.value(id).map(|value| &value.shape);
         let nodes = graph.nodes().iter().enumerate();
         let mut rest = nodes.filter(|(index, node)| {
-            let is_left = !self.nodes.contains_key(index) && node.phase != Phase::Optimizer;
-            is_left && node.outputs().any(|id| shape(id) == shape(logits))
+            let is_part = self.nodes.contains_key(index) || self.later.contains(index);
+            let is_like_logits =
+                |id: TensorId| shape(id) == shape(logits) && !activations.contains(&id);
+            !is_part && node.phase != Phase::Optimizer && node.outputs().any(is_like_logits)
         });
         match rest.next() {
             Some((_, node)) => Err(format!(
