@@ -241,7 +241,7 @@ mod tests {
         let found = prompts("a.txt", "one \r\n{\"prompt\": 1}\n", None);
         assert_eq!(found.expect("lines"), ["first", "one ", "{\"prompt\": 1}"]);
         let jsonl =
-            "{\"prompt\": \"one\\ntwo\", \"q\": \"x\"}\n{\"q\": \"y\", \"prompt\": \"three\"}";
+            "{\"prompt\": \"one\\ntwo\", \"q\": \"x\"}\n\n{\"q\": \"y\", \"prompt\": \"three\"}";
         let found = prompts("a.jsonl", jsonl, None);
         assert_eq!(found.expect("fields"), ["first", "one\ntwo", "three"]);
         let found = prompts("a.txt", jsonl, Some("q"));
@@ -253,7 +253,8 @@ mod tests {
         for (name, text, words) in [
             ("a.txt", "", &["a.txt", "no prompts"][..]),
             ("a.txt", "one\n\ntwo\n", &["a.txt, line 2", "empty"]),
-            ("a.jsonl", "{\"prompt\": \"a\"}\n\n", &["line 2", "empty"]),
+            ("a.jsonl", "\n \n", &["a.jsonl", "no prompts"]),
+            ("a.jsonl", "\n{\"prompt\": 3}", &["line 2", "string"]),
             ("a.jsonl", "{\"prompt\": \"\"}", &["line 1", "empty"]),
             (
                 "a.jsonl",
