@@ -272,20 +272,30 @@ impl Parts {
         Ok(Some((factor, self.weighed(factor, part)?)))
     }
 
-    /// Returns a value times the part's share of all rows.
+    /// Returns a value times the part's share of all rows. Both numbers are whole, which the certificate knows exactly.
     fn weighed(&mut self, id: TensorId, part: usize) -> Result<TensorId, Error> {
         let (rows, all) = (self.range(part).len(), self.region.num_rows);
+        let product = self.scaled(id, rows, NumericOperationIr::MulScalar)?;
+        self.scaled(product, all, NumericOperationIr::DivScalar)
+    }
+
+    /// Returns the result of an operation of a float and a number.
+    fn scaled(
+        &mut self,
+        id: TensorId,
+        number: usize,
+        operation: fn(ScalarOpIr) -> NumericOperationIr,
+    ) -> Result<TensorId, Error> {
         let lhs = self.graph.read(id)?;
         let dtype = lhs.dtype;
-        let out = self
-            .graph
-            .add_value(lhs.shape.to_vec(), dtype, Role::Temporary);
-        let product = NumericOperationIr::MulScalar(ScalarOpIr {
+        let shape = lhs.shape.to_vec();
+        let out = self.graph.add_value(shape, dtype, Role::Temporary);
+        let operation = operation(ScalarOpIr {
             lhs,
-            rhs: ScalarIr::Float(rows as f64 / all as f64),
+            rhs: ScalarIr::Float(number as f64),
             out: self.graph.write(out)?,
         });
-        self.push(OperationIr::NumericFloat(dtype, product));
+        self.push(OperationIr::NumericFloat(dtype, operation));
         Ok(out)
     }
 
