@@ -131,15 +131,20 @@ impl Region {
             before: BTreeSet::new(),
             num_rows,
         };
-        region.take_inputs(graph, logits)?;
-        region.check_rest(graph, logits)?;
+        let activations = activations(graph);
+        region.take_inputs(graph, logits, &activations)?;
+        region.check_rest(graph, logits, &activations)?;
         Ok(region)
     }
 
     /// Rejects a region outside of which a gradient of the logits remains, because it does not depend on them. It is made of
     /// the batch alone. Weights may have the shape of the logits by chance.
-    fn check_rest(&self, graph: &Graph, logits: TensorId) -> Result<(), String> {
-        let activations = activations(graph);
+    fn check_rest(
+        &self,
+        graph: &Graph,
+        logits: TensorId,
+        activations: &BTreeSet<TensorId>,
+    ) -> Result<(), String> {
         let shape = |id: TensorId| graph.value(id).map(|value| &value.shape);
         let nodes = graph.nodes().iter().enumerate();
         let mut rest = nodes.filter(|(index, node)| {
@@ -159,9 +164,13 @@ impl Region {
 
     /// Makes nodes before the region part of it, if they are free, or computed from the batch and as large as the logits.
     /// Checks its inputs.
-    fn take_inputs(&mut self, graph: &Graph, logits: TensorId) -> Result<(), String> {
+    fn take_inputs(
+        &mut self,
+        graph: &Graph,
+        logits: TensorId,
+        activations: &BTreeSet<TensorId>,
+    ) -> Result<(), String> {
         let writers = writers(graph);
-        let activations = activations(graph);
         let is_large = |id: &TensorId| 2 * size(graph, *id) >= size(graph, logits);
         let mut whole = BTreeSet::new();
         let mut open: Vec<_> = self
